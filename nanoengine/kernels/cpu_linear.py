@@ -157,11 +157,10 @@ class CpuLinear:
         self,
         router: Router,
         experts: Sequence[PackedExpert],
-        before: Map | None = None,
         gather: Map | None = None,
     ) -> PackedExperts:
-        """experts: as of PackedExperts. before, gather: as of Experts."""
-        return PackedExperts(self._workspace, router, experts, before, gather)
+        """experts: as of PackedExperts. gather: as of Experts."""
+        return PackedExperts(self._workspace, router, experts, gather)
 
     def route(
         self,

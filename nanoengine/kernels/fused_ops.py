@@ -232,14 +232,13 @@ class PackedOps(CpuOps):
         experts: Iterable[ExpertWeights],
         router: Router,
         activation: str,
-        before: Map | None = None,
         gather: Map | None = None,
     ) -> Product:
         """Calls of C if each weight of an expert is of one format."""
         each = [self._expert(expert, activation) for expert in experts]
         if self._are_one_call(each):
-            return self._products.experts(router, each, before, gather)
-        return Experts(router, each, before, gather)
+            return self._products.experts(router, each, gather)
+        return Experts(router, each, gather)
 
     def _expert(self, expert: ExpertWeights, activation: str) -> PackedExpert:
         """Gate and up, in one weight where they can be; and down."""
@@ -309,7 +308,6 @@ class GpuProducts(Protocol):
         router: Router,
         weights: list[CodedExpert],
         gated: Map,
-        before: Map | None,
         gather: Map | None,
     ) -> Map: ...
 
@@ -357,7 +355,6 @@ class GpuOps(KernelOps):
         experts: Iterable[ExpertWeights],
         router: Router,
         activation: str,
-        before: Map | None = None,
         gather: Map | None = None,
     ) -> Product:
         """Raises ConfigError where PyTorch's grouped product would make the host wait."""
@@ -368,10 +365,10 @@ class GpuOps(KernelOps):
             stored = list(stored)  # a layer of them, as codes
             coded = [found for each in stored if (found := CodedExpert.of(each)) is not None]
             if len(coded) == config.count and len({each.formats for each in coded}) == 1:
-                return self._products.experts(router, coded, gated, before, gather)
+                return self._products.experts(router, coded, gated, gather)
         if first.gate.dtype is not torch.bfloat16:
             raise ConfigError(ON_A_GPU)
-        return GroupedExperts(router, stored, config.count, gated, before, gather)
+        return GroupedExperts(router, stored, config.count, gated, gather)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

@@ -59,14 +59,10 @@ class PackedExperts:
         workspace: Workspace,
         router: Router,
         experts: Sequence[PackedExpert],
-        before: Map | None = None,
         gather: Map | None = None,
     ) -> None:
-        """experts: all with gate and up in one weight, or all with two. before, gather: as of
-        Experts.
-        """
-        self._workspace, self._router, self._before = workspace, router, before
-        self._gather = gather
+        """experts: all with gate and up in one weight, or all with two. gather: as of Experts."""
+        self._workspace, self._router, self._gather = workspace, router, gather
         each = [(*gate_up.weights, down.weight) for gate_up, down in experts]
         first, self._experts = experts[0][0], each
         self._activation = first.activation if isinstance(first, PackedApart) else 0
@@ -76,8 +72,7 @@ class PackedExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """As Experts; rounds where that does."""
-        ids, weights = self._router(x)
-        x = x if self._before is None else self._before(x)
+        ids, weights, x = self._router(x)
         tokens, top_k = ids.shape
         gate_up, *up, down = self._experts[0]
         dtype = gate_up.dtype

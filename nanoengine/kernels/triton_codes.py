@@ -142,17 +142,14 @@ class CodedMixture:
         down: CodedExperts,
         count: int,
         gated: Map,
-        before: Map | None,
         gather: Map | None,
     ) -> None:
         self._router, self._gate_up, self._down = router, gate_up, down
-        self._count, self._gated = count, gated
-        self._before, self._gather = before, gather
+        self._count, self._gated, self._gather = count, gated, gather
 
     def __call__(self, x: Tensor) -> Tensor:
         """As Experts."""
-        ids, weights = self._router(x)
-        x = x if self._before is None else self._before(x)
+        ids, weights, x = self._router(x)
         tokens, top_k = ids.shape
         tiles = ChosenTiles.of(ids, self._count)
         gated = self._gated(self._gate_up(x, tiles, top_k))
@@ -177,7 +174,6 @@ class TritonCodes:
         router: Router,
         weights: list[CodedExpert],
         gated: Map,
-        before: Map | None,
         gather: Map | None,
     ) -> CodedMixture:
         """weights: all experts, in the same formats and shapes; the others as of GroupedExperts."""
@@ -185,7 +181,7 @@ class TritonCodes:
         of_gate_up, of_down = (torch.stack(each) for each in biases) if biases else (None, None)
         gate_up = CodedExperts(planes_of([each.gate_up for each in weights]), of_gate_up)
         down = CodedExperts(planes_of([each.down for each in weights]), of_down)
-        return CodedMixture(router, gate_up, down, len(weights), gated, before, gather)
+        return CodedMixture(router, gate_up, down, len(weights), gated, gather)
 
 
 def multiply(x: Tensor, planes: CodePlanes, bias: Tensor | None, out: Tensor) -> None:

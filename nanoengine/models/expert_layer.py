@@ -9,6 +9,7 @@ from torch import Tensor
 from nanoengine.config.model import ExpertsConfig
 from nanoengine.models.experts import (
     ExpertWeights,
+    Map,
     MixtureWeights,
     Router,
     RouterWeights,
@@ -28,11 +29,11 @@ def make_mixture(
 
     The norm is before the router, too, if that has none of its own.
     """
-    before = None
+    before_experts = None
     if norm is not None and weights.before_router is not None:
-        before, norm = partial(ops.rms_norm, norm=norm), None  # which the experts alone see
-    router = make_router(ops, config, weights)
-    mixture = ops.experts(config, weights.experts, router, activation, before)
+        before_experts, norm = partial(ops.rms_norm, norm=norm), None
+    router = make_router(ops, config, weights, before_experts)
+    mixture = ops.experts(config, weights.experts, router, activation)
     if weights.shared is not None:
         gate = weights.shared_gate
         product = None if gate is None else ops.router(RouterWeights(gate))
@@ -41,13 +42,16 @@ def make_mixture(
     return mixture if norm is None else NormedProduct(ops, norm, mixture)
 
 
-def make_router(ops: LayerOps, config: ExpertsConfig, weights: MixtureWeights) -> Router:
-    """Chooses the experts of rows."""
+def make_router(
+    ops: LayerOps, config: ExpertsConfig, weights: MixtureWeights, before_experts: Map | None
+) -> Router:
+    """Chooses the experts of rows. before_experts: what these see of x; None: x itself."""
     product, before = ops.router(weights.router), weights.before_router
 
-    def choose(x: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = product(x if before is None else before(x))
-        return ops.route(config, logits, weights.choice_bias, weights.scale)
+        chosen = ops.route(config, logits, weights.choice_bias, weights.scale)
+        return *chosen, x if before_experts is None else before_experts(x)
 
     return choose
 

@@ -18,7 +18,8 @@ from nanoengine.config.model import ExpertsConfig
 from nanoengine.models.stored_codes import CodedRows, CodedWeight, Weight, joined, numbers_of
 
 Map = Callable[[Tensor], Tensor]  # [rows, a] -> [rows, b]
-Router = Callable[[Tensor], tuple[Tensor, Tensor]]  # [rows, hidden] -> as `route`
+# [rows, hidden] -> as `route`, and what the experts see of the rows.
+Router = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 ON_A_GPU = (
     'experts of numbers run on a GPU in bfloat16 only; set dtype="bfloat16" or quantization="int8"'
 )
@@ -93,21 +94,16 @@ class Experts:
         self,
         router: Router,
         experts: Sequence[tuple[Map, Map]],
-        before: Map | None = None,
         gather: Map | None = None,
     ) -> None:
-        """experts: gate and up of each, and down.
-
-        before: what the experts see of x; None: x, as the router does. gather: on a rank, [choices,
-        its columns of inner] -> those of all ranks; in the same order of choices on each.
+        """experts: gate and up of each, and down. gather: on a rank, [choices, its columns of
+        inner] -> those of all ranks; in the same order of choices on each.
         """
-        self._router, self._experts = router, experts
-        self._before, self._gather = before, gather
+        self._router, self._experts, self._gather = router, experts, gather
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; on a rank, its columns of that."""
-        ids, weights = self._router(x)
-        x = x if self._before is None else self._before(x)
+        ids, weights, x = self._router(x)
         tokens, top_k = ids.shape
         chosen = ids.flatten()
         counts = torch.bincount(chosen, minlength=len(self._experts)).tolist()
@@ -134,12 +130,10 @@ class GroupedExperts:
         experts: Iterable[ExpertWeights],
         count: int,
         gated: Map,
-        before: Map | None = None,
         gather: Map | None = None,
     ) -> None:
-        """gated: activation(gate) * up of [rows, 2 * inner]. before, gather: as of Experts."""
-        self._router, self._gated = router, gated
-        self._before, self._gather = before, gather
+        """gated: activation(gate) * up of [rows, 2 * inner]. gather: as of Experts."""
+        self._router, self._gated, self._gather = router, gated, gather
         biases: list[tuple[Tensor, Tensor]] = []
         for index, expert in enumerate(experts):
             gate, up, down = map(numbers_of, (expert.gate, expert.up, expert.down))
@@ -157,8 +151,7 @@ class GroupedExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """As Experts."""
-        ids, weights = self._router(x)
-        x = x if self._before is None else self._before(x)
+        ids, weights, x = self._router(x)
         tokens, top_k = ids.shape
         chosen, places = ids.flatten().sort(stable=True)
         ends = torch.searchsorted(chosen, self._all, right=True).int()

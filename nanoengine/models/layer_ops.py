@@ -169,10 +169,9 @@ class LayerOps(Protocol):
         experts: Iterable[ExpertWeights],
         router: Router,
         activation: str,
-        before: Map | None = None,
         gather: Map | None = None,
     ) -> Product:
-        """The experts of a layer, which are read one at a time. before, gather: as of Experts."""
+        """The experts of a layer, which are read one at a time. gather: as of Experts."""
         ...
 
     def after_attention(

@@ -138,11 +138,10 @@ class TorchOps:
         experts: Iterable[ExpertWeights],
         router: Router,
         activation: str,
-        before: Map | None = None,
         gather: Map | None = None,
     ) -> Product:
         each = [parts_of_expert(self, expert, activation) for expert in experts]
-        return Experts(router, each, before, gather)
+        return Experts(router, each, gather)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

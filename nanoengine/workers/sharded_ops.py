@@ -144,7 +144,6 @@ class ShardedOps:
         experts: Iterable[ExpertWeights],
         router: Router,
         activation: str,
-        before: Map | None = None,
         gather: Map | None = None,
     ) -> Product:
         """Every rank has its rows of each expert. Sums are made of a rank's columns, and gathered.
@@ -154,7 +153,7 @@ class ShardedOps:
         gather_parts, hidden = self._group.gather, self._shard.widths(self._model.hidden_size)
         inner = self._shard.widths(self._model.experts.inner_size)
         product = self._ops.experts(
-            *(config, experts, router, activation, before), lambda gated: gather_parts(gated, inner)
+            *(config, experts, router, activation), lambda gated: gather_parts(gated, inner)
         )
         return lambda x: gather_parts(product(x), hidden)
 

@@ -204,7 +204,7 @@ def test_experts_are_as_one_by_one(
     x, logits = normal(300, hidden), normal(300, count, seed=1)
     weights, ids = torch.topk(logits.softmax(1), top_k)
     packed = packer.experts(
-        lambda rows: (ids[: len(rows)], weights[: len(rows)]),
+        lambda rows: (ids[: len(rows)], weights[: len(rows)], rows),
         [packed_expert(packer, *expert, kernels=kernels) for expert in experts],
     )
     want = torch.zeros(300, hidden)
@@ -225,7 +225,9 @@ def test_small_experts_of_many_rows_are_as_one_by_one(build_folder: Path) -> Non
     gate, up = (random_rows("Q4_0", inner, hidden, seed) for seed in range(2))
     x, down = normal(rows, hidden), normal(hidden, inner, seed=1)
     ids, weights = torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1)
-    packed = packer.experts(lambda _: (ids, weights), [packed_expert(packer, gate, up, down)])
+    packed = packer.experts(
+        lambda rows: (ids, weights, rows), [packed_expert(packer, gate, up, down)]
+    )
     gated = packer.pack_gate_up(CodedWeight((gate,), F32), CodedWeight((up,), F32))
     assert gated is not None
     want = packer.pack(down)(gated(x))

@@ -543,7 +543,7 @@ def compare_experts(
     router[1] -= 100  # to which no row goes
     config = ExpertsConfig(count, top_k, inner, renormalises=True)
     ops = PackedOps(kernels, packer)
-    chosen = make_router(ops, config, MixtureWeights(RouterWeights(router), ()))
+    chosen = make_router(ops, config, MixtureWeights(RouterWeights(router), ()), None)
     one_by_one, packed = (
         make(config, iter(weights), chosen, activation)
         for make in (partial(TorchOps.experts, ops), ops.experts)
