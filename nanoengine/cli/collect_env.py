@@ -11,7 +11,7 @@ from importlib import metadata
 
 import nanoengine
 from nanoengine.cli.flags import PREFIX
-from nanoengine.config.engine import GIB
+from nanoengine.config.engine import GIB, in_gib
 
 PACKAGES = (
     "torch",
@@ -73,7 +73,7 @@ def _cache() -> str:
     if folder is None:
         return "none"
     limit = f"{cache_limit() / GIB:g} GiB (${LIMIT_VARIABLE})"
-    return f"{folder}: {disk_bytes(folder) / GIB:.2f} GiB of at most {limit}"
+    return f"{folder}: {in_gib(disk_bytes(folder))} of at most {limit}"
 
 
 def _gpus() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.cli.usage import UsageError
-from nanoengine.config.engine import GIB, EngineConfig
+from nanoengine.config.engine import EngineConfig, in_gib
 from nanoengine.errors import ModelNotFoundError, OutOfMemoryError, near_name, shown
 
 INDENT = " " * 4
@@ -33,14 +33,14 @@ def _list(args: argparse.Namespace) -> int:
         print(json.dumps({"models": rows, "disk": disk}, indent=2))
         return 0
     for row in rows:
-        print(f"{row['name']}  ({_gib(row['bytes'])}, {row['kind']}{_origin(row)})")
+        print(f"{row['name']}  ({in_gib(row['bytes'])}, {row['kind']}{_origin(row)})")
         print(f"{INDENT}{_verdict(row)}")
     if not rows:
         print("no models yet; nanoengine chat smollm2-135m tells how to get one")
-    print(f"\nhub's cache       {_gib(disk['hub_bytes'])} in {disk['hub_folder']}")
+    print(f"\nhub's cache       {in_gib(disk['hub_bytes'])} in {disk['hub_folder']}")
     print(
-        f"converted models  {_gib(disk['converted_bytes'])} of at most "
-        f"{_gib(disk['limit_bytes'])} (${disk['limit_variable']}) in {disk['folder']}"
+        f"converted models  {in_gib(disk['converted_bytes'])} of at most "
+        f"{in_gib(disk['limit_bytes'])} (${disk['limit_variable']}) in {disk['folder']}"
     )
     return 0
 
@@ -129,14 +129,14 @@ def _remove(args: argparse.Namespace) -> int:
         hint = f"did you mean {near}?" if near else "nanoengine models lists them"
         raise ModelNotFoundError(f"there is no model {shown(args.name)} on this machine; {hint}")
     model = found[args.name]
-    if not (args.yes or _agrees(f"remove {model.name} ({_gib(model.num_bytes)}, {model.path})?")):
+    if not (args.yes or _agrees(f"remove {model.name} ({in_gib(model.num_bytes)}, {model.path})?")):
         print("nothing was removed", file=sys.stderr)
         return 1
     remove_model(model)
     if args.json:
         print(json.dumps({"removed": model.name, "bytes": model.num_bytes}))
     else:
-        print(f"removed {model.name}: {_gib(model.num_bytes)}")
+        print(f"removed {model.name}: {in_gib(model.num_bytes)}")
     return 0
 
 
@@ -146,7 +146,3 @@ def _agrees(question: str) -> bool:
         raise UsageError("there is no terminal to ask on; --yes removes without a question")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanoengine.cli.flags import engine_config
 from nanoengine.cli.usage import UsageError
-from nanoengine.config.engine import GIB, EngineConfig
+from nanoengine.config.engine import GIB, EngineConfig, in_gib
 from nanoengine.startup.bars import Bar, Part
 from nanoengine.startup.machine_speed import MachineSpeed, remember_speed, remembered_speed
 from nanoengine.startup.plan import describe_copies
@@ -146,13 +146,13 @@ def _lines(args: argparse.Namespace, made: Any, machine: _Machine) -> list[str]:
 
     model, memory, speed = made.model, made.plan, machine.speed
     is_sparse = made.active_bytes < made.whole_bytes
-    active = f" ({_gib(made.active_bytes)} for a token)" if is_sparse else ""
+    active = f" ({in_gib(made.active_bytes)} for a token)" if is_sparse else ""
     method = made.settings.get("quantization")
     dtype = str(held_dtype(model, memory.kv.dtype, machine.hardware)).removeprefix("torch.")
     bits = f"{dtype} and {method}" if method else dtype
     lines = [
         f"model     {args.model}: {model.architecture}, {model.num_layers} layers, "
-        f"{_gib(made.whole_bytes)} of weights{active} in {bits}, "
+        f"{in_gib(made.whole_bytes)} of weights{active} in {bits}, "
         f"{model.max_position:,} positions"
     ]
     for bar in _bars(made, machine.hardware):
@@ -187,7 +187,9 @@ def _lines_of_ranks(made: Any, machine: _Machine) -> list[str]:
     each = [_held(made, num_bytes) for num_bytes in made.weights]
     fullest = max(each, key=lambda held: held["weights"])
     whose = {"GPU": "each GPU", "RAM": "the RAM"}
-    left = [f"{whose[bar.name]} has {_gib(bar.free)} left" for bar in _bars(made, machine.hardware)]
+    left = [
+        f"{whose[bar.name]} has {in_gib(bar.free)} left" for bar in _bars(made, machine.hardware)
+    ]
     where = "each on a GPU of its own; the RAM is shared" if has_gpu else "which share the RAM"
     lines = [
         f"ranks     {made.plan.ranks} processes, {where}",
@@ -214,7 +216,9 @@ def _sum(each: list[dict[str, int]]) -> dict[str, int]:
 
 def _sizes(held: Mapping[str, int]) -> str:
     names = {"step": "a step", "kv": "KV", "ring": "buffer", "host_kv": "KV in RAM"}
-    return ", ".join(f"{names.get(name, name)} {_gib(size)}" for name, size in held.items() if size)
+    return ", ".join(
+        f"{names.get(name, name)} {in_gib(size)}" for name, size in held.items() if size
+    )
 
 
 def _describe(speed: MachineSpeed) -> str:
@@ -284,7 +288,3 @@ def _row(args: argparse.Namespace, made: Any, machine: _Machine) -> dict[str, An
 def _flag(name: str, value: object) -> str:
     flag = f"--{name.replace('_', '-')}"
     return flag if value is True else f"{flag} {value}"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

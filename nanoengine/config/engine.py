@@ -388,6 +388,11 @@ def guessers_of(speculative: str | None) -> Mapping[str, int]:
     return counts if all(1 <= k <= MAX_GUESSES for k in counts.values()) else {}
 
 
+def in_gib(num_bytes: int, digits: int = 2) -> str:
+    """An amount of memory as the plan and errors show it, with so many digits after the point."""
+    return f"{num_bytes / GIB:.{digits}f} GiB"
+
+
 def make_config(model: Any, settings: Mapping[str, Any]) -> EngineConfig:
     """An EngineConfig from keywords. Raises ConfigError for unknown ones, with what they are here
     or a near name.

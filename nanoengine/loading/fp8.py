@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.config.engine import GIB
+from nanoengine.config.engine import in_gib
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.checkpoint import DTYPES, CheckpointReader
 from nanoengine.models.stored_codes import FORMATS, FP8_SCALES, CodedWeight, Weight, fp8_rows
@@ -118,8 +118,8 @@ class Fp8Reader(CheckpointReader):
     def growth(self, num_bytes: int) -> str:
         """For the plan. num_bytes: of the weights in memory."""
         return (
-            f"FP8, dequantised: {self.num_bytes() / GIB:.2f} GiB stored are {num_bytes / GIB:.2f} "
-            'GiB in memory; quantization="int8" halves those of 16 bits'
+            f"FP8, dequantised: {in_gib(self.num_bytes())} stored are {in_gib(num_bytes)} in "
+            'memory; quantization="int8" halves those of 16 bits'
         )
 
 

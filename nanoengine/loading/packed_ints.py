@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.config.engine import GIB
+from nanoengine.config.engine import in_gib
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.checkpoint import CheckpointReader, Part
 from nanoengine.models.stored_codes import CodedRows, CodedWeight, Weight, integer_rows
@@ -263,6 +263,6 @@ class PackedReader(CheckpointReader):
         """For the plan. num_bytes: of the weights in memory."""
         return (
             f"{self._format.method} in {self._format.bits} bits, dequantised: "
-            f"{self.num_bytes() / GIB:.2f} GiB stored are {num_bytes / GIB:.2f} GiB in memory; "
+            f"{in_gib(self.num_bytes())} stored are {in_gib(num_bytes)} in memory; "
             'quantization="int8" halves those of 16 bits, and rounds'
         )

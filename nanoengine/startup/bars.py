@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nanoengine.config.engine import GIB
+from nanoengine.config.engine import GIB, in_gib
 
 WIDTH = 60  # characters of a bar
 # Of the parts, by key: middling, so that they show on dark and on light pages.
@@ -46,10 +46,10 @@ class Bar:
             filled += part.num_bytes
             end = min(WIDTH, max(len(drawn) + 1, round(WIDTH * filled / self.total)))
             drawn += part.letter * (end - len(drawn))
-        named = [f"{part.letter} {part.label} {_gib(part.num_bytes)}" for part in there]
+        named = [f"{part.letter} {part.label} {in_gib(part.num_bytes)}" for part in there]
         return [
             f"{self.name}  {self.total / GIB:6.1f} GiB [{drawn:.<{WIDTH}}]",
-            f"{'':10}{', '.join([*named, f'. free {_gib(self.free)}'])}",
+            f"{'':10}{', '.join([*named, f'. free {in_gib(self.free)}'])}",
         ]
 
     def html(self) -> str:
@@ -65,11 +65,11 @@ class Bar:
             f"{html.escape(_named(part))}</span>"
             for part in there
         )
-        title = html.escape(f"{self.name}, {_gib(self.total)}")
+        title = html.escape(f"{self.name}, {in_gib(self.total)}")
         return (
             f"<div>{title}</div>"
             '<div style="display:flex;height:1.2em;border:1px solid #8c8c8c">'
-            f"{boxes}</div><div>{names}free {_gib(self.free)}</div>"
+            f"{boxes}</div><div>{names}free {in_gib(self.free)}</div>"
         )
 
 
@@ -80,12 +80,8 @@ def bars_html(bars: Iterable[Bar], text: str) -> str:
 
 
 def _named(part: Part) -> str:
-    return f"{part.label} {_gib(part.num_bytes)}"
+    return f"{part.label} {in_gib(part.num_bytes)}"
 
 
 def _colour(part: Part) -> str:
     return COLOURS.get(part.key, OTHER_COLOUR)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

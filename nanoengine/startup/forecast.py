@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nanoengine.config.engine import GIB, EngineConfig
+from nanoengine.config.engine import GIB, EngineConfig, in_gib
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.loading.mtp_names import with_mtp
@@ -220,8 +220,8 @@ class Forecaster:
         if self._ranks > 1:
             whose = " of a rank" if hardware.gpu_bytes else f" of {self._ranks} ranks"
         return (
-            f"the weights{whose} take {_gib(self._weight_bytes)} in {self._name_of_dtype()}, the "
-            f"{self._where()} has {_gib(hardware.gpu_bytes or hardware.ram_bytes)}, and weights "
+            f"the weights{whose} take {in_gib(self._weight_bytes)} in {self._name_of_dtype()}, the "
+            f"{self._where()} has {in_gib(hardware.gpu_bytes or hardware.ram_bytes)}, and weights "
             "are not offloaded"
         )
 
@@ -290,8 +290,8 @@ class Forecaster:
         gib = (self._hardware.ram_bytes + missing * kv.host_block_bytes) / GIB
         block_bytes = kv.block_bytes * self._ranks
         text = (
-            f"the KV of {context:,} tokens takes {_gib(num_blocks * block_bytes)}, and "
-            f"{_gib(kv.capacity_blocks * block_bytes)} are left for it; it fits with --ram-gib "
+            f"the KV of {context:,} tokens takes {in_gib(num_blocks * block_bytes)}, and "
+            f"{in_gib(kv.capacity_blocks * block_bytes)} are left for it; it fits with --ram-gib "
             f"{math.ceil(gib)}"
         )
         if self._hardware.gpu_bytes and self._config.kv_offload_dtype is None:
@@ -396,10 +396,6 @@ def _quantization(
     if config.quantization is None and is_taken and are_codes(codes):
         return "gguf"
     return config.quantization
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"
 
 
 def _gib_down(num_bytes: int) -> float:

@@ -22,6 +22,7 @@ from nanoengine.startup.plan import (
     OffloadRoom,
     describe_guesses,
     describe_offload,
+    fine_gib,
     how_to_hold,
 )
 
@@ -188,9 +189,9 @@ def _kv_spec(
     num_host_blocks = host_bytes // spec.host_block_bytes
     if not num_host_blocks:
         raise OutOfMemoryError(
-            f"{_gib(host_bytes)} of host memory are left for KV, but one block of "
-            f"{spec.block_size} tokens needs {_gib(spec.host_block_bytes)}; raise kv_offload_gib "
-            "or lower kvcache_block_size"
+            f"{fine_gib(host_bytes)} of host memory are left for KV, but one block of "
+            f"{spec.block_size} tokens needs {fine_gib(spec.host_block_bytes)}; raise "
+            "kv_offload_gib or lower kvcache_block_size"
         )
     spare = max(1, config.decode_reserve_blocks)
     if spare >= spec.num_blocks + num_host_blocks:
@@ -226,30 +227,30 @@ def _check_asked(config: EngineConfig, spec: KVSpec, device: Memory, activations
     left = free - activations - spec.state_bytes
     if left < 0:
         raise OutOfMemoryError(
-            f"the recurrent states of a request and of none take {_gib(spec.state_bytes)}, but "
-            f"{_gib(free - activations)} are left beside weights and activations; lower "
+            f"the recurrent states of a request and of none take {fine_gib(spec.state_bytes)}, but "
+            f"{fine_gib(free - activations)} are left beside weights and activations; lower "
             "max_num_batched_tokens, or take a smaller model"
         )
     if spec.ring_bytes > left:
         raise OutOfMemoryError(
             f"a ring of {spec.ring_slots} slots of {spec.slot_blocks * spec.block_size} tokens "
-            f"needs {_gib(spec.ring_bytes)}, but {_gib(left)} are left beside "
+            f"needs {fine_gib(spec.ring_bytes)}, but {fine_gib(left)} are left beside "
             "activations; lower slot_tokens or ring_slots"
         )
     room = free - activations - spec.fixed_bytes
     setting, asked = _asked_on_device(config, spec)
     if asked > room:
         raise OutOfMemoryError(
-            f"{setting}={getattr(config, setting)} asks for {_gib(asked)} of KV, but {_gib(room)} "
-            f"are left beside activations and ring; lower {setting}"
+            f"{setting}={getattr(config, setting)} asks for {fine_gib(asked)} of KV, but "
+            f"{fine_gib(room)} are left beside activations and ring; lower {setting}"
         )
     asked_on_host = _asked_on_host(config)
     room = _host_room(device, activations + spec.fixed_bytes + asked)
     if asked_on_host > room:
         too = f" or {setting}" if asked and device.name == "cpu" else ""
         raise OutOfMemoryError(
-            f"kv_offload_gib={config.kv_offload_gib} asks for {_gib(asked_on_host)} of host "
-            f"memory, but {_gib(room)} are available; lower kv_offload_gib{too}"
+            f"kv_offload_gib={config.kv_offload_gib} asks for {fine_gib(asked_on_host)} of host "
+            f"memory, but {fine_gib(room)} are available; lower kv_offload_gib{too}"
         )
 
 
@@ -258,8 +259,8 @@ def check_step_fits(config: EngineConfig, activations: int, free: int) -> None:
     if activations > free:
         raise OutOfMemoryError(
             f"a step of max_num_batched_tokens={config.max_num_batched_tokens} and "
-            f"max_num_seqs={config.max_num_seqs} needs up to {_gib(activations)}, but {_gib(free)} "
-            "are available; lower max_num_batched_tokens or max_num_seqs"
+            f"max_num_seqs={config.max_num_seqs} needs up to {fine_gib(activations)}, but "
+            f"{fine_gib(free)} are available; lower max_num_batched_tokens or max_num_seqs"
         )
 
 
@@ -313,8 +314,9 @@ def _device_blocks(
         budget = min(room - total + int(total * config.gpu_memory_utilization), most)
     if budget < spec.block_bytes:
         raise OutOfMemoryError(
-            f"{_gib(max(0, budget))} are left for KV, but one block of {spec.block_size} tokens "
-            f"needs {_gib(spec.block_bytes)}; raise {setting} or lower kvcache_block_size"
+            f"{fine_gib(max(0, budget))} are left for KV, but one block of {spec.block_size} "
+            f"tokens needs {fine_gib(spec.block_bytes)}; raise {setting} or lower "
+            "kvcache_block_size"
         )
     return budget // spec.block_bytes
 
@@ -382,7 +384,3 @@ def describe_invariance(
     if int8_kv:
         return "equal up to near ties in any batch: it decides which KV is rounded to int8"
     return "the same bits in any batch, in any chunks, on either tier"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.3f} GiB"

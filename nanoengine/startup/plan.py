@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanoengine.config.engine import GIB, EngineConfig
+from nanoengine.config.engine import GIB, EngineConfig, in_gib
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.startup.bars import Bar, Part, bars_html
 
@@ -130,8 +130,8 @@ class MemoryPlan:
             f"model        {self.model} ({self.source})",
             f"device       {self.device}, {self.dtype}; attention: {self.attention}",
             *([f"ranks        {self._ranks()}"] if self.ranks > 1 else []),
-            f"weights      {_gib(self.weight_bytes)}; a step takes up to "
-            f"{_gib(self.activation_bytes)} more",
+            f"weights      {fine_gib(self.weight_bytes)}; a step takes up to "
+            f"{fine_gib(self.activation_bytes)} more",
             *([f"quantised    {self.quantization}"] if self.quantization else []),
             f"invariance   {self.invariance}",
             *([f"guesses      {self.guesses}"] if self.guesses else []),
@@ -223,14 +223,14 @@ def describe_offload(spec: KVSpec) -> str:
     if not spec.slot_blocks:
         return "attention reads it where it lies"
     return (
-        f"a step copies what it reads through a buffer of {_gib(spec.ring_bytes)} "
+        f"a step copies what it reads through a buffer of {fine_gib(spec.ring_bytes)} "
         f"({spec.ring_slots} parts of {spec.slot_blocks * spec.block_size} tokens of a layer)"
     )
 
 
 def _tier(num_blocks: int, block_size: int, block_bytes: int) -> str:
     return (
-        f"{_gib(num_blocks * block_bytes)} = {num_blocks} blocks x {block_size} tokens = "
+        f"{fine_gib(num_blocks * block_bytes)} = {num_blocks} blocks x {block_size} tokens = "
         f"{num_blocks * block_size} tokens at {block_bytes // block_size} bytes"
     )
 
@@ -252,5 +252,6 @@ def gib_up(num_bytes: int) -> float:
     return math.ceil(num_bytes / GIB * GIB_STEPS) / GIB_STEPS
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.3f} GiB"
+def fine_gib(num_bytes: int) -> str:
+    """An amount of memory, to the MiB: a small model's KV is a few of these."""
+    return in_gib(num_bytes, 3)
