@@ -7,20 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
+from nanoengine.sequence import Grammar
 from nanoengine.text.reasoning import ReasoningSyntax, mark_ids
 from nanoengine.text.tokenizer import Tokenizer
 
 MAX_TAIL = 64  # tokens at a prompt's end that may begin the thoughts
-
-
-class Form(Protocol):
-    """Where a text stands in the form that it must have (grammar.GrammarState)."""
-
-    def accept(self, token_id: int) -> bool: ...
-    def masks(self, guesses: tuple[int, ...]) -> list[bytes]: ...
-    def forced(self) -> tuple[int, ...]: ...
 
 
 class Phase(Enum):
@@ -68,7 +60,7 @@ class ThinkingState:
     """Where one text stands in its thoughts, and after them in its form, if it must have one."""
 
     def __init__(
-        self, marks: ThinkingMarks, is_open: bool, budget: int | None, form: Form | None
+        self, marks: ThinkingMarks, is_open: bool, budget: int | None, form: Grammar | None
     ) -> None:
         """is_open: the prompt has begun the thoughts. budget: most tokens of them."""
         self._marks = marks
