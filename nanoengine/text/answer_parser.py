@@ -39,20 +39,9 @@ class AnswerParser:
         self._readers = [reader for reader in (reasoning, tools) if reader is not None]
         self._most_calls = most_calls
 
-    def feed(self, text: str) -> list[Piece]:
-        """The pieces that more text makes certain."""
-        return self._read([Piece(Kind.CONTENT, text)] if text else [], is_last=False)
-
-    def end(self) -> list[Piece]:
-        """The pieces of what is left, as no more text comes."""
-        return self._read([], is_last=True)
-
     def read(self, text: str, is_last: bool) -> list[Piece]:
         """The pieces that more text makes certain; all that is left if it is the last."""
-        pieces = self.feed(text)
-        return merged(pieces + self.end()) if is_last else pieces
-
-    def _read(self, pieces: list[Piece], is_last: bool) -> list[Piece]:
+        pieces = [Piece(Kind.CONTENT, text)] if text else []
         for reader in self._readers:
             made: list[Piece] = []
             for piece in pieces:

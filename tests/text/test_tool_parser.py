@@ -103,8 +103,8 @@ def parser(name: str) -> AnswerParser:
 def parted(made: AnswerParser, text: str, cuts: list[int]) -> list[Piece]:
     """The pieces of a text that comes in parts."""
     edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    parts = [made.feed(text[a:b]) for a, b in pairwise(edges)]
-    return merged([piece for part in parts for piece in part] + made.end())
+    parts = [made.read(text[a:b], is_last=False) for a, b in pairwise(edges)]
+    return merged([piece for part in parts for piece in part] + made.read("", is_last=True))
 
 
 def calls_of(message: ChatMessage) -> list[tuple[str, Any]]:
@@ -114,7 +114,7 @@ def calls_of(message: ChatMessage) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize(("name", "text", "content", "calls"), WHOLE)
 def test_calls_of_each_family(name: str, text: str, content: str | None, calls: Any) -> None:
     made = parser(name)
-    message = message_of(made.feed(text) + made.end())
+    message = message_of(made.read(text, is_last=True))
     assert calls_of(message) == calls
     assert message.content == (text if content is None and not calls else content)
 
@@ -133,32 +133,32 @@ def test_how_an_answer_is_cut_changes_nothing(row: Any, cuts: list[int]) -> None
 
 def test_arguments_come_before_the_call_has_ended() -> None:
     made = parser("hermes")
-    assert made.feed("Hm.\n<tool_call>\n{") == [Piece(Kind.CONTENT, "Hm.")]
-    assert made.feed('"name": "weather", "arguments": ') == []
-    assert made.feed('{"city"') == [
+    assert made.read("Hm.\n<tool_call>\n{", is_last=False) == [Piece(Kind.CONTENT, "Hm.")]
+    assert made.read('"name": "weather", "arguments": ', is_last=False) == []
+    assert made.read('{"city"', is_last=False) == [
         Piece(Kind.NAME, "weather"),
         Piece(Kind.ARGUMENTS, '{"city"'),
     ]
-    assert made.feed(': "}\\"') == [Piece(Kind.ARGUMENTS, ': "}\\"')]
-    assert made.feed('"}}\n</tool_call>') == [Piece(Kind.ARGUMENTS, '"}')]
+    assert made.read(': "}\\"', is_last=False) == [Piece(Kind.ARGUMENTS, ': "}\\"')]
+    assert made.read('"}}\n</tool_call>', is_last=False) == [Piece(Kind.ARGUMENTS, '"}')]
 
 
 def test_a_bare_text_comes_as_json_before_it_has_ended() -> None:
     made = parser("gemma4")
-    assert made.feed("<|tool_call>call:weather{ci") == [
+    assert made.read("<|tool_call>call:weather{ci", is_last=False) == [
         Piece(Kind.NAME, "weather"),
         Piece(Kind.ARGUMENTS, "{"),
     ]
-    assert made.feed(f'ty:{QUOTE}a"<') == [Piece(Kind.ARGUMENTS, '"city": "a\\"')]
-    assert made.feed('|"') == []
-    assert made.feed("b") == [Piece(Kind.ARGUMENTS, '<|\\"b')]
-    assert made.feed(f"{QUOTE}, days:1") == [Piece(Kind.ARGUMENTS, '", "days": ')]
-    assert made.feed("2}") == [Piece(Kind.ARGUMENTS, "12}")]
+    assert made.read(f'ty:{QUOTE}a"<', is_last=False) == [Piece(Kind.ARGUMENTS, '"city": "a\\"')]
+    assert made.read('|"', is_last=False) == []
+    assert made.read("b", is_last=False) == [Piece(Kind.ARGUMENTS, '<|\\"b')]
+    assert made.read(f"{QUOTE}, days:1", is_last=False) == [Piece(Kind.ARGUMENTS, '", "days": ')]
+    assert made.read("2}", is_last=False) == [Piece(Kind.ARGUMENTS, "12}")]
 
 
 def test_one_call_alone() -> None:
     made = AnswerParser(None, ToolParser(BY_NAME["hermes"], SCHEMAS), 1)
-    assert calls_of(message_of(made.feed(HERMES * 3) + made.end())) == [CALL]
+    assert calls_of(message_of(made.read(HERMES * 3, is_last=True))) == [CALL]
 
 
 @settings(deadline=None)
