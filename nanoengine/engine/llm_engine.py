@@ -181,11 +181,6 @@ class LLMEngine:
         self.check_open()
         return self.scheduler.has_work
 
-    @property
-    def is_under_way(self) -> bool:
-        """True while a step that was begun ahead has not been read."""
-        return self._under_way is not None
-
     def close(self) -> None:
         """Free weights and KV. A closed engine refuses everything; closing twice is fine. In a fork
         of the process this does nothing: threads and memory are the first process's.

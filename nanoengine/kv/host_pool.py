@@ -141,11 +141,6 @@ class HostPool:
         return self._segments.allocated
 
     @property
-    def is_allocating(self) -> bool:
-        """True while the thread runs: it allocates, or waits until it may go on."""
-        return self._thread.is_alive()
-
-    @property
     def num_segments(self) -> int:
         """Number of segments, allocated or not."""
         return len(self._starts) - 1

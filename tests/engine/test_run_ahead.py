@@ -52,7 +52,7 @@ def answer(made: LLMEngine, each: list[SamplingParams]) -> list[list[int]]:
     ids = [made.add_request(p, params) for p, params in zip(prompts(), each, strict=True)]
     found, made.num_ahead = {}, 0
     while made.has_unfinished_requests:
-        made.num_ahead += made.is_under_way
+        made.num_ahead += made._under_way is not None
         for output in made.step():
             found[output.request_id] = output.outputs[0].token_ids
         made.kv.check()
@@ -73,7 +73,7 @@ def test_greedy_ids_are_those_of_transformers(
     for prompt, num_tokens, tokens in zip(prompts(), lengths, found, strict=True):
         assert tokens == reference_greedy(model, prompt, num_tokens, tokens)
     assert made.num_ahead > 2
-    assert not made.is_under_way
+    assert made._under_way is None
     made.close()
 
 
@@ -87,7 +87,7 @@ def test_chunks_of_a_prompt_run_ahead(
     request, num_ahead, found = made.add_request(prompt, SamplingParams(**GREEDY)), 0, {}
     while made.has_unfinished_requests:
         found |= {o.request_id: o.outputs[0].token_ids for o in made.step()}
-        num_ahead += made.is_under_way
+        num_ahead += made._under_way is not None
         made.kv.check()
     assert found[request] == reference_greedy(reference(folder), prompt, 6)
     assert num_ahead >= 7 + 4
@@ -121,7 +121,7 @@ def test_an_aborted_request_leaves_nothing_under_way(tiny: Callable[[str], Path]
     ids = [made.add_request(p, params) for p in prompts()[:3]]
     for _ in range(4):
         made.step()
-    assert made.is_under_way
+    assert made._under_way is not None
     made.abort(ids[1])
     late = made.add_request(prompts()[3], params)
     found = {}

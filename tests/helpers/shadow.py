@@ -360,7 +360,7 @@ class ShadowEngine:
     def is_idle(self) -> bool:
         """True when no copy is queued and no thread is there to make one."""
         offload = self.kv.memory.offload
-        is_taking = offload is not None and offload.host.is_allocating
+        is_taking = offload is not None and offload.host._thread.is_alive()
         return not (self.num_held or self.cpu._workers or is_taking)
 
     def close(self) -> None:
