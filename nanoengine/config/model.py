@@ -92,6 +92,12 @@ class DeltaConfig:
         """Numbers of a token that are convolved: q, k and v."""
         return 2 * self.num_key_heads * self.key_dim + self.value_size
 
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of a sequence in one layer: inputs and memory, as of context.RecurrentState."""
+        inputs = self.conv_size - 1, self.channels
+        return inputs, (self.num_value_heads, self.key_dim, self.value_dim)
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:

@@ -90,8 +90,7 @@ class KVMemory:
         delta, place = spec.delta, self.device.torch_device
         if delta is None:
             return []
-        inputs = (delta.conv_size - 1, delta.channels)
-        memory = (delta.num_value_heads, delta.key_dim, delta.value_dim)
+        inputs, memory = delta.state_shapes
         kinds = ((inputs, spec.dtype), (memory, torch.float32))
         num = len(delta.layers)
         self._snapshots = [

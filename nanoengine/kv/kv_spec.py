@@ -90,11 +90,10 @@ class KVSpec:
     @property
     def bytes_of_a_state(self) -> int:
         """Bytes of the recurrent state of a sequence, or of a snapshot; 0: it has none."""
-        delta = self.delta
-        if delta is None:
+        if self.delta is None:
             return 0
-        inputs = (delta.conv_size - 1) * delta.channels * self.dtype.itemsize
-        return len(delta.layers) * (inputs + delta.value_size * delta.key_dim * 4)
+        inputs, memory = map(math.prod, self.delta.state_shapes)
+        return len(self.delta.layers) * (inputs * self.dtype.itemsize + memory * 4)
 
     @property
     def block_bytes(self) -> int:

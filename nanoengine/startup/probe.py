@@ -204,10 +204,10 @@ def _scratch_state(
     delta, place = model.delta, device.torch_device
     if delta is None:
         return None
-    heads = (num_seqs, delta.num_value_heads, delta.key_dim, delta.value_dim)
+    inputs, memory = delta.state_shapes
     return RecurrentState(
-        torch.zeros((num_seqs, delta.conv_size - 1, delta.channels), dtype=dtype, device=place),
-        torch.zeros(heads, device=place),
+        torch.zeros((num_seqs, *inputs), dtype=dtype, device=place),
+        torch.zeros((num_seqs, *memory), device=place),
         torch.arange(num_seqs, device=place),
     )
 
