@@ -96,6 +96,8 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
     ),
 }
 PRE_TOKENIZERS = ("olmo", "smollm", *WORD_PATTERNS)
+# From tokens of characters and of bytes to their text.
+_TO_TEXT = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
 _VERBATIM = dict.fromkeys(("lstrip", "normalized", "single_word"), False)
 
 
@@ -112,6 +114,10 @@ class _Vocabulary:
     def ids(self) -> dict[str, int]:
         """Ids by text."""
         return {text: i for i, text in enumerate(self.texts)}
+
+    def unknown(self) -> str | None:
+        """The token that stands for what has none."""
+        return next((self.texts[i] for i, kind in enumerate(self.types) if kind == _UNKNOWN), None)
 
 
 def write_tokenizer(metadata: Metadata, target: Path, vocab_size: int) -> list[int]:
@@ -192,12 +198,11 @@ def _sentencepiece(
     _check_length(metadata, "token scores", scores, vocabulary.texts)
     if not all(isinstance(score, float) for score in scores):
         raise CorruptModelError(f"{metadata.path}: token scores must be numbers")
-    unknown = next((i for i, kind in enumerate(vocabulary.types) if kind == _UNKNOWN), None)
     backend = build_sentencepiece_bpe(
         vocabulary.ids(),
         scores,
         {i for i, kind in enumerate(vocabulary.types) if kind not in (_UNKNOWN, _CONTROL, _BYTE)},
-        None if unknown is None else vocabulary.texts[unknown],
+        vocabulary.unknown(),
         _flag(metadata, "add_space_prefix", True),
     )
     return backend, True
@@ -206,9 +211,8 @@ def _sentencepiece(
 def _of_characters(
     metadata: Metadata, vocabulary: _Vocabulary
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    unknown = next((i for i, kind in enumerate(vocabulary.types) if kind == _UNKNOWN), None)
-    text = None if unknown is None else vocabulary.texts[unknown]
-    return build_character_bpe(vocabulary.ids(), _merges(metadata), text, metadata.path), True
+    unknown = vocabulary.unknown()
+    return build_character_bpe(vocabulary.ids(), _merges(metadata), unknown, metadata.path), True
 
 
 _BUILDERS = {"gemma4": _of_characters, "gpt2": _byte_level, "llama": _sentencepiece}
@@ -307,9 +311,7 @@ def build_character_bpe(
     )
     backend.normalizer = normalizers.Replace(" ", SPACE)
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    backend.decoder = decoders.Sequence(_TO_TEXT)
     return backend
 
 
@@ -356,9 +358,7 @@ def build_sentencepiece_bpe(
     prefix = [normalizers.Prepend(SPACE)] if adds_space else []
     backend.normalizer = normalizers.Sequence([*prefix, spaces])
     strip = [decoders.Strip(" ", 1, 0)] if adds_space else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    backend.decoder = decoders.Sequence([*_TO_TEXT, *strip])
     return backend
 
 
