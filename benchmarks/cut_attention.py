@@ -144,7 +144,6 @@ class CutAttention:
     name: str = "cut"
     can_replay: bool = False
     is_batch_invariant: bool = False
-    reports_mass: bool = False
 
     def run(
         self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None

@@ -175,13 +175,11 @@ class AttentionBackend(Protocol):
 
     can_replay: what it does depends on the tensors of a context alone, not on its `lengths`.
     is_batch_invariant: the bits of a row depend on its own tokens and positions alone.
-    reports_mass: adds to ForwardContext.block_mass; a backend that does not leaves it as it is.
     """
 
     name: str
     can_replay: bool
     is_batch_invariant: bool
-    reports_mass: bool
 
     def run(
         self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
@@ -220,7 +218,8 @@ class ForwardContext:
                   sequence i and its logical block b, attention adds the probability that the
                   queries of sequence i give to the keys of b, summed over these queries, all heads
                   and all layers without a window. While a layer runs, this takes 8 bytes of memory
-                  for each query, head and block (in Triton, tile of keys).
+                  for each query, head and block (in Triton, tile of keys). Flash kernels leave it
+                  as it is.
     """
 
     token_ids: Tensor

@@ -15,7 +15,6 @@ class CpuAttention:
 
     can_replay = True
     is_batch_invariant = True
-    reports_mass = True
 
     def __init__(self, config: AttentionConfig, kernels: CpuKernels) -> None:
         self.name = f"C kernel ({kernels.isa})"

@@ -196,7 +196,6 @@ class FlashAttention:
 
     can_replay = False
     is_batch_invariant = False
-    reports_mass = False
 
     def __init__(self, scale: float, kernel: FlashKernel, device: torch.device) -> None:
         self.name = kernel.name

@@ -29,7 +29,6 @@ class TorchAttention:
 
     can_replay = False
     is_batch_invariant = False
-    reports_mass = True
 
     def __init__(self, config: AttentionConfig) -> None:
         self.name = "torch"

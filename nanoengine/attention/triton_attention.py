@@ -77,7 +77,6 @@ class TritonAttention:
     """Runs the kernels of triton_attention_kernels.py over the chunks of a layer."""
 
     can_replay = True
-    reports_mass = True
     is_batch_invariant = False  # tiles have a fixed order; the compiler orders sums inside a tile
 
     def __init__(

@@ -14,8 +14,6 @@ from paged_batches import Batch, context_of, make_batch, split, whole
 from torch import Tensor
 
 from nanoengine.attention.cpu_attention import CpuAttention
-from nanoengine.attention.flash_attention import FlashAttention
-from nanoengine.attention.torch_attention import TorchAttention
 from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import AttentionBackend, KVChunk
 from nanoengine.kernels.cpu_kernels import CpuKernels
@@ -171,8 +169,3 @@ def test_every_block_that_has_keys_needs_a_place(make: Make) -> None:
     mass = no_mass(batch)[:, :-1]
     with pytest.raises((AssertionError, IndexError)):
         run(make(config_of(batch)), batch, whole(batch), mass)
-
-
-def test_flash_kernels_do_not_report() -> None:
-    assert not FlashAttention.reports_mass
-    assert CpuAttention.reports_mass and TorchAttention.reports_mass
