@@ -24,7 +24,7 @@ class DeltaStream(Iterator[StreamDelta]):
         request: RequestState,
         advance: Callable[[RequestState], list[StreamDelta]],
         abandon: Callable[[int], None],
-        reader: MessageReader | None = None,
+        reader: MessageReader | None,
     ) -> None:
         """advance: steps the engine until there are deltas. abandon: aborts a request by its id.
         reader: of a chat.

@@ -199,9 +199,9 @@ def _offload_row(llm: LLM, outputs: list[RequestOutput]) -> dict[str, Any]:
     return row
 
 
-def memcpy_gb_per_s(num_bytes: int = 256 << 20) -> float:
+def memcpy_gb_per_s() -> float:
     """Speed of plain 3 MiB copies between two buffers by one thread, the best of three rounds."""
-    piece = 3 << 20
+    num_bytes, piece = 256 << 20, 3 << 20
     source, target = (np.ones(num_bytes, dtype=np.uint8) for _ in range(2))
     best = float("inf")
     for _ in range(3):

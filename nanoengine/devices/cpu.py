@@ -132,9 +132,9 @@ def _read_kib(path: Path, name: str) -> int:
     return int(info[name].split()[0])
 
 
-def processor_name(path: Path = Path("/proc/cpuinfo")) -> str:
+def processor_name() -> str:
     """The processor's own name, or what Python knows of it."""
-    with contextlib.suppress(OSError), open(path, errors="replace") as lines:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", errors="replace") as lines:
         for line in lines:
             name, _, value = line.partition(":")
             if name.strip() == "model name":

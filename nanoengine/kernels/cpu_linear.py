@@ -157,7 +157,7 @@ class CpuLinear:
         self,
         router: Router,
         experts: Sequence[PackedExpert],
-        gather: Map | None = None,
+        gather: Map | None,
     ) -> PackedExperts:
         """experts: as of PackedExperts. gather: as of Experts."""
         return PackedExperts(self._workspace, router, experts, gather)

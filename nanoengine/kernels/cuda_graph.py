@@ -28,7 +28,7 @@ class CudaGraphs:
     each only one runs at a time; but a whole pass may run between two pieces of another.
     """
 
-    def __init__(self, vendor: VendorGraphs, settle: Callable[[], None] | None = None) -> None:
+    def __init__(self, vendor: VendorGraphs, settle: Callable[[], None] | None) -> None:
         """settle: waits for queued work before a capture, which does so, too, but for ever where a
         rank has died; None: there is no other rank.
         """

@@ -59,7 +59,7 @@ class PackedExperts:
         workspace: Workspace,
         router: Router,
         experts: Sequence[PackedExpert],
-        gather: Map | None = None,
+        gather: Map | None,
     ) -> None:
         """experts: all with gate and up in one weight, or all with two. gather: as of Experts."""
         self._workspace, self._router, self._gather = workspace, router, gather

@@ -23,7 +23,6 @@ class PackedProduct:
 
     def __init__(self, weights: tuple[PackedWeight, ...]) -> None:
         self.weights = weights
-        self.in_features = weights[0].inputs
         self.out_features = sum(weight.outputs for weight in weights)
         self.dtype = weights[0].dtype
 

@@ -277,7 +277,7 @@ def _remove_at_once(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def remove_leftovers(root: Path, own: str | None = None) -> None:
+def remove_leftovers(root: Path, own: str | None) -> None:
     """Remove what killed processes left: unfinished folders whose build holds no lock any more, and
     all that are a day old. own: the folder whose lock the caller holds.
     """

@@ -94,7 +94,7 @@ class Experts:
         self,
         router: Router,
         experts: Sequence[tuple[Map, Map]],
-        gather: Map | None = None,
+        gather: Map | None,
     ) -> None:
         """experts: gate and up of each, and down. gather: on a rank, [choices, its columns of
         inner] -> those of all ranks; in the same order of choices on each.
@@ -130,7 +130,7 @@ class GroupedExperts:
         experts: Iterable[ExpertWeights],
         count: int,
         gated: Map,
-        gather: Map | None = None,
+        gather: Map | None,
     ) -> None:
         """gated: activation(gate) * up of [rows, 2 * inner]. gather: as of Experts."""
         self._router, self._gated, self._gather = router, gated, gather

@@ -138,7 +138,7 @@ def _why_numbers(config: EngineConfig, device: Device) -> str:
 
 
 def load_compute_parts(
-    config: EngineConfig, device: Device, folder: Path, sharding: RecordedSharding | None = None
+    config: EngineConfig, device: Device, folder: Path, sharding: RecordedSharding | None
 ) -> ComputeParts:
     """Choose the kernels and load the model in `folder`. Raises ConfigError, ModelLoadError."""
     dtype, dtype_reason = choose_dtype(config, device)

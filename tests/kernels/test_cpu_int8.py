@@ -206,6 +206,7 @@ def test_experts_are_as_one_by_one(
     packed = packer.experts(
         lambda rows: (ids[: len(rows)], weights[: len(rows)], rows),
         [packed_expert(packer, *expert, kernels=kernels) for expert in experts],
+        None,
     )
     want = torch.zeros(300, hidden)
     for choice in range(top_k):
@@ -226,7 +227,7 @@ def test_small_experts_of_many_rows_are_as_one_by_one(build_folder: Path) -> Non
     x, down = normal(rows, hidden), normal(hidden, inner, seed=1)
     ids, weights = torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1)
     packed = packer.experts(
-        lambda rows: (ids, weights, rows), [packed_expert(packer, gate, up, down)]
+        lambda rows: (ids, weights, rows), [packed_expert(packer, gate, up, down)], None
     )
     gated = packer.pack_gate_up(CodedWeight((gate,), F32), CodedWeight((up,), F32))
     assert gated is not None

@@ -65,7 +65,7 @@ def test_all_experts_in_one_product_are_as_each_by_itself(has_bias: bool) -> Non
     weights = MixtureWeights(RouterWeights(router, some(COUNT) if has_bias else None), experts)
     one_by_one = make_mixture(ops, CONFIG, weights, None, "silu")
     chosen = make_router(ops, CONFIG, weights, None)
-    grouped = GroupedExperts(chosen, iter(experts), COUNT, silu_mul)
+    grouped = GroupedExperts(chosen, iter(experts), COUNT, silu_mul, None)
     for rows in (x, x[:1]):
         torch.testing.assert_close(grouped(rows), one_by_one(rows), atol=1e-4, rtol=1e-5)
 
