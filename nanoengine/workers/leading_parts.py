@@ -155,32 +155,27 @@ class LeadingMemory(KVMemory):
         return self._leader.lead(Order.START, body, lambda: KVMemory.start(self, transfers))
 
     def copy_block(self, source: int, target: int, num_tokens: int) -> None:
-        said = source, target, num_tokens
-        self._lead(Order.COPY_BLOCK, said, lambda: KVMemory.copy_block(self, *said))
+        self._lead(Order.COPY_BLOCK, super().copy_block, source, target, num_tokens)
 
     def save_state(self, slot: int, place: int) -> None:
-        said = slot, place
-        self._lead(Order.SAVE_STATE, said, lambda: KVMemory.save_state(self, *said))
+        self._lead(Order.SAVE_STATE, super().save_state, slot, place)
 
     def load_state(self, place: int, slot: int) -> None:
-        said = place, slot
-        self._lead(Order.LOAD_STATE, said, lambda: KVMemory.load_state(self, *said))
+        self._lead(Order.LOAD_STATE, super().load_state, place, slot)
 
     def copy_state(self, source: int, target: int) -> None:
-        said = source, target
-        self._lead(Order.COPY_STATE, said, lambda: KVMemory.copy_state(self, *said))
+        self._lead(Order.COPY_STATE, super().copy_state, source, target)
 
     def poison(self, device_slot: int | None, host_slot: int | None) -> None:
         if self.is_debugged:
-            said = device_slot, host_slot
-            self._lead(Order.POISON, said, lambda: KVMemory.poison(self, *said))
+            self._lead(Order.POISON, super().poison, device_slot, host_slot)
 
     def poison_all(self) -> None:
         if self.is_debugged:
-            self._lead(Order.POISON_ALL, (), lambda: KVMemory.poison_all(self))
+            self._lead(Order.POISON_ALL, super().poison_all)
 
     def allocate_rest(self) -> None:
-        self._lead(Order.ALLOCATE, (), lambda: KVMemory.allocate_rest(self))
+        self._lead(Order.ALLOCATE, super().allocate_rest)
 
     def take_failures(self) -> list[FailedTransfer]:
         """Those of all ranks."""
@@ -190,5 +185,6 @@ class LeadingMemory(KVMemory):
             *(FailedTransfer(tuple(ids), is_lost, reason) for ids, is_lost, reason in told),
         ]
 
-    def _lead(self, order: Order, said: tuple[int | None, ...], work: Callable[[], None]) -> None:
-        self._leader.lead(order, json.dumps(said).encode(), work)
+    def _lead(self, order: Order, work: Callable[..., None], *said: int | None) -> None:
+        """work(*said) on all ranks."""
+        self._leader.lead(order, json.dumps(said).encode(), lambda: work(*said))
