@@ -7,7 +7,7 @@ import importlib as _importlib
 import os as _os
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from nanoengine.engine.collector import paused as _paused
+from nanoengine.devices.collector import paused as _paused
 from nanoengine.errors import (
     ConfigError,
     CorruptModelError,

@@ -1,4 +1,4 @@
-"""The platform: devices and their streams, cache folders, detection of forked processes.
+"""The platform: devices and their streams, cache folders, forked processes, the garbage collector.
 
 Start with device.py. Imports only errors and config of this package.
 """

@@ -48,7 +48,7 @@ FOLDERS = {
 FRONT = {
     "api": {"engine", "kv", "text", "devices"},
     "ray": {"api"},
-    "__init__": {"api", "engine", "devices"},
+    "__init__": {"api", "devices"},
     "__main__": {"cli"},
 }
 LAW = {

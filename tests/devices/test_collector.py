@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from nanoengine.engine.collector import paused
+from nanoengine.devices.collector import paused
 
 
 class Node:
@@ -51,7 +51,7 @@ def test_what_somebody_froze_stays_frozen() -> None:
     """In a process of its own: to freeze here would keep every object of the other tests."""
     script = """
 import gc
-from nanoengine.engine.collector import paused
+from nanoengine.devices.collector import paused
 gc.freeze()
 frozen = gc.get_freeze_count()
 with paused():
