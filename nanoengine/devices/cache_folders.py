@@ -1,5 +1,5 @@
-"""Finds folders for this user's converted models and compiled kernels, and says how large they may
-get.
+"""Finds folders for this user's converted models and compiled kernels, writes files there, and says
+how large they may get.
 
 We load machine code and weights from there. A temporary folder that another user may have filled is
 not used, and the working directory, which may come from anywhere, is never used.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +50,13 @@ def is_private(folder: Path) -> bool:
         return False
     is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022
     return is_closed and (status.st_uid == _user() or not hasattr(os, "getuid"))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file of which nobody sees half, and which may be there already. Raises OSError."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)
 
 
 def _user() -> int:

@@ -28,6 +28,7 @@ from nanoengine.devices.cache_folders import (
     cache_folders,
     cache_limit,
     disk_bytes,
+    replace_file,
 )
 from nanoengine.errors import ModelLoadError
 
@@ -78,10 +79,7 @@ def remembered_digest(path: Path) -> str:
 
 def _remember(name: str, digest: str) -> None:
     try:
-        root = _writable_root()
-        with tempfile.NamedTemporaryFile("w", dir=root, delete=False) as file:
-            file.write(digest)
-        os.replace(file.name, root / name)
+        replace_file(_writable_root() / name, digest)
     except (OSError, ModelLoadError) as error:
         logger.info("cannot store a digest: %s", error)
 

@@ -6,13 +6,11 @@ Knows how speeds follow from measured steps and where they are kept; cli/measure
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nanoengine.devices.cache_folders import cache_folders, is_private
+from nanoengine.devices.cache_folders import cache_folders, is_private, replace_file
 
 FILE = "speed.json"
 
@@ -63,9 +61,7 @@ def remember_speed(speed: MachineSpeed) -> Path | None:
         if not is_private(folder):
             continue
         with suppress(OSError):
-            with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
-                json.dump(asdict(speed), file, indent=1)
-            os.replace(file.name, folder / FILE)
+            replace_file(folder / FILE, json.dumps(asdict(speed), indent=1))
             return folder / FILE
     return None
 
