@@ -314,12 +314,14 @@ def _has_window(content: CheckedJson, architecture: Architecture) -> bool:
     )
 
 
-def _brings_code(content: CheckedJson, own_code: str) -> bool:
-    """True if the checkpoint has its own model class, which may compute something else."""
+def _brings_code(content: CheckedJson, own_code: Collection[str]) -> bool:
+    """True if the checkpoint has its own model class, which may compute something else. Before "--"
+    is the repository of the code, which stays where it is when a model is tuned.
+    """
     auto_map = content.get("auto_map")
     classes = auto_map.items() if isinstance(auto_map, dict) else ()
     return any(
-        str(key).startswith("AutoModel") and not (own_code and value == own_code)
+        str(key).startswith("AutoModel") and str(value).rpartition("--")[2] not in own_code
         for key, value in classes
     )
 

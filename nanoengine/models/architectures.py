@@ -93,7 +93,7 @@ class Architecture:
     reads: the keys of config.json that this architecture reads and others do not.
     requires: keys of config.json, each with the values that are supported.
     defaults: transformers' values for missing keys of config.json, where they differ from Llama's.
-    own_code: a class in checkpoints' own code that is the same as the one in transformers.
+    own_code: classes in checkpoints' own code that are the same as those in transformers.
     """
 
     models: str
@@ -123,7 +123,7 @@ class Architecture:
         default_factory=lambda: {"hidden_act": (None, "silu", "swish")}
     )
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    own_code: str = ""
+    own_code: tuple[str, ...] = ()
 
 
 # config.json of Qwen3-Next and of Qwen 3.5, which differ in the order of projections.
@@ -237,6 +237,7 @@ _OLMO: dict[str, Any] = {
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": Architecture(
         "DeepSeek-V2 (also Lite)",
+        own_code=("modeling_deepseek.DeepseekV2Model", "modeling_deepseek.DeepseekV2ForCausalLM"),
         latent=True,
         requires=_LATENT["requires"]
         | {"topk_method": ("greedy", "group_limited_greedy"), "mlp_bias": (None, False)},
@@ -257,6 +258,7 @@ ARCHITECTURES = {
     ),
     "DeepseekV3ForCausalLM": Architecture(
         "DeepSeek-V3, R1",
+        own_code=("modeling_deepseek.DeepseekV3Model", "modeling_deepseek.DeepseekV3ForCausalLM"),
         **_LATENT,
         experts=_SCORES_BY_SIGMOID,
         defaults=_LATENT_DEFAULTS
@@ -452,7 +454,7 @@ ARCHITECTURES = {
             "original_max_position_embeddings": 4096,
             "sliding_window": None,
         },
-        own_code="modeling_phi3.Phi3ForCausalLM",
+        own_code=("modeling_phi3.Phi3ForCausalLM",),
     ),
     "Qwen2ForCausalLM": Architecture(
         "Qwen 1.5 to 2.5 (dense)",

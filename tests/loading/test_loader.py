@@ -536,6 +536,7 @@ def test_a_llama3_rope_needs_every_number(tmp_path: Path, missing: str) -> None:
         ({"auto_map": {"AutoModelForCausalLM": "m.py--M"}}, "never run"),
         ({"auto_map": {"AutoModel": ""}}, "never run"),
         ({"auto_map": {"AutoModel": "modeling_phi3.Phi3ForCausalLM"}}, "never run"),
+        ({"auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"}}, "never run"),
         ({"architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoModel": "m.M"}}, "never run"),
         ({"rope_scaling": {"rope_type": "axial", "factor": 4}}, "'axial'"),
         ({"rope_scaling": {"type": ["yarn"], "factor": 4}}, "'yarn'"),
@@ -610,6 +611,38 @@ def test_defaults_of_old_checkpoints(tmp_path: Path) -> None:
     assert phi3.rms_norm_eps == 1e-5
     qwen2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096}
     assert config_of(tmp_path, qwen2).architecture == "Qwen2ForCausalLM"  # the window is not used
+
+
+@pytest.mark.parametrize(
+    ("name", "auto_map"),
+    [
+        (
+            "deepseek-v2",
+            {
+                "AutoConfig": "configuration_deepseek.DeepseekV2Config",
+                "AutoModel": "modeling_deepseek.DeepseekV2Model",
+                "AutoModelForCausalLM": "modeling_deepseek.DeepseekV2ForCausalLM",
+            },
+        ),
+        (
+            "deepseek-v3",
+            {
+                "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+                "AutoModel": "modeling_deepseek.DeepseekV3Model",
+                "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+            },
+        ),
+        # Tuned from a model whose code stays where it is.
+        ("phi3", {"AutoModelForCausalLM": "owner/name--modeling_phi3.Phi3ForCausalLM"}),
+    ],
+)
+def test_own_code_of_the_same_arithmetic_is_left_aside(
+    tiny: Tiny, tmp_path: Path, name: str, auto_map: dict[str, str]
+) -> None:
+    shutil.copytree(tiny(name), tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model_config(tmp_path) == read_model_config(tiny(name))
 
 
 @pytest.mark.parametrize(
