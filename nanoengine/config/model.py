@@ -159,7 +159,8 @@ class ModelConfig:
     names of the projections of recurrent layers that it has as numbers nevertheless. stored_dtype:
     of the checkpoint's numbers, as config.json says; "" if it does not. latent: None: heads have
     keys and values of their own. has_mtp: the head for multi-token prediction is part of it: a
-    layer more with attention, number num_layers, see models/mtp.py.
+    layer more with attention, number num_layers, see models/mtp.py. has_qk_norm: False: it has none
+    of the norms of q and k that others of its architecture have.
     """
 
     architecture: str
@@ -193,6 +194,7 @@ class ModelConfig:
     stored_dtype: str = ""
     latent: LatentConfig | None = None
     has_mtp: bool = False
+    has_qk_norm: bool = True
 
     def shape(self, layer: int) -> LayerShape:
         """The shape of a layer."""

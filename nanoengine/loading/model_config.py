@@ -66,8 +66,7 @@ def read_model_config(
     content.fill(architecture.defaults)
     _refuse_settings(content, architecture)
     num_heads = content.size("num_attention_heads")
-    hidden_size = content.size("hidden_size")
-    vocab_size = content.size("vocab_size")
+    hidden_size, vocab_size = content.size("hidden_size"), content.size("vocab_size")
     num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
     latent = read_latent(content, num_heads) if architecture.latent else None
     usual = max(hidden_size // num_heads, 1)
@@ -109,6 +108,7 @@ def read_model_config(
         not_codes=_not_codes(content.get("quantization_config"), architecture.recurrent),
         stored_dtype=str(content.get("dtype") or content.get("torch_dtype") or ""),
         latent=latent,
+        has_qk_norm="use_qk_norm" not in reads or content.flag("use_qk_norm"),
     )
     _check_heads(config, content.path)
     return config

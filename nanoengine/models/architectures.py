@@ -335,8 +335,8 @@ ARCHITECTURES = {
         qk_norm="head",
         experts=_SCORES_BY_SIGMOID,
         mtp="layer",
-        reads=("partial_rotary_factor",),
-        requires={"hidden_act": (None, "silu"), "use_qk_norm": (True,)},
+        reads=("partial_rotary_factor", "use_qk_norm"),
+        requires={"hidden_act": (None, "silu")},
         defaults={
             "partial_rotary_factor": 0.5,
             "n_routed_experts": 128,
@@ -345,7 +345,6 @@ ARCHITECTURES = {
             "first_k_dense_replace": 1,
             "norm_topk_prob": True,
             "rms_norm_eps": 1e-5,
-            "use_qk_norm": False,
         },
     ),
     "Glm4MoeLiteForCausalLM": Architecture(

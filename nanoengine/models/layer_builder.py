@@ -203,8 +203,8 @@ class LayerBuilder:
         return qkv, attention, self._summand(prefix, "o", has_bias=False)
 
     def _head_norms(self, prefix: str) -> tuple[Norm, ...]:
-        """Of q, k and v, as far as the architecture has them."""
-        if not self._architecture.qk_norm:
+        """Of q, k and v, as far as the model has them."""
+        if not (self._architecture.qk_norm and self._config.has_qk_norm):
             return ()
         q, k = self._head_norm(prefix + "q_norm"), self._head_norm(prefix + "k_norm")
         if not self._architecture.v_norm:

@@ -105,7 +105,7 @@ def _attention_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tu
     shape = config.shape(layer)
     dim, has_kv = shape.head_dim, shape.source == layer
     heads, kv_heads = config.num_heads * dim, shape.num_kv_heads * dim
-    if architecture.qk_norm:
+    if architecture.qk_norm and config.has_qk_norm:
         is_whole = architecture.qk_norm == "all heads"
         yield f"{part}q_norm.weight", (heads if is_whole else dim,)
         if has_kv:

@@ -329,6 +329,20 @@ TINY: dict[str, TinyModel] = {
         },
         seed=15,
     ),
+    # GLM 4.5 Air has no norms of heads, and one group of experts.
+    "glm4-moe-air": TinyModel(
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            "use_qk_norm": False,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 24,
+            "attention_bias": True,
+        },
+        seed=37,
+    ),
     "qwen2-moe": TinyModel(
         Qwen2MoeConfig,
         Qwen2MoeForCausalLM,

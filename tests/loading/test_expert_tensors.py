@@ -93,7 +93,7 @@ def test_other_experts_than_config_json_says(
         ("glm4-moe", {"topk_group": 4}, "'topk_group' is 4"),
         ("glm4-moe", {"topk_group": 1}, "'topk_group' of 1 groups leaves fewer experts"),
         ("glm4-moe", {"first_k_dense_replace": "1"}, "'first_k_dense_replace' is '1'"),
-        ("glm4-moe", {"use_qk_norm": False}, "'use_qk_norm' is False, which is not supported"),
+        ("glm4-moe", {"use_qk_norm": 0}, "'use_qk_norm' is 0, neither true nor false"),
         ("olmoe", {"clip_qkv": 8.0}, r"'clip_qkv' is 8\.0, which is not supported"),
     ],
 )
