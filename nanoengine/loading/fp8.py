@@ -20,7 +20,10 @@ from nanoengine.loading.checkpoint import DTYPES, CheckpointReader
 from nanoengine.models.stored_codes import FORMATS, FP8_SCALES, CodedWeight, Weight, fp8_rows
 
 SCALES = ("_scale_inv", "_scale")  # after the weight's name; both multiply
-UNUSED = (".input_scale", ".activation_scale", ".input_scale_ub")  # of rounded activations
+UNUSED = (
+    *(".input_scale", ".activation_scale", ".input_scale_ub", ".output_scale"),  # of activations
+    *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),  # of attention in 8 bits
+)
 METHODS = ("fp8", "fbgemm_fp8")
 BLOCK = (128, 128)
 GROUP = FORMATS["FP8"][0]  # inputs of a block of codes
@@ -62,8 +65,12 @@ class Fp8Reader(CheckpointReader):
         self._block = block
 
     def names(self) -> set[str]:
-        """Names of all tensors of the model but scales."""
-        return {name for name in super().names() if not name.endswith(SCALES + UNUSED)}
+        """Names of all tensors of the model but scales, which have the name of a weight in theirs:
+        a model may have weights whose own names end like those of scales.
+        """
+        every = super().names()
+        scales = {name + suffix for name in every for suffix in SCALES}
+        return {name for name in every - scales if not name.endswith(UNUSED)}
 
     def tensor(self, name: str) -> Tensor:
         """As CheckpointReader.tensor. Raises WeightMismatchError for an FP8 weight without a scale

@@ -74,6 +74,7 @@ def make(
         tensors[name], scales, said[name] = quantised(tensors[name], block)
         tensors[name + suffix] = scales if kind != "one" else scales.flatten()
         tensors[name.replace("weight", "input_scale")] = torch.ones(1)
+        tensors[name.replace("weight", "k_scale")] = torch.ones(1)
     save_file(tensors, path)
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | {"quantization_config": config}))
@@ -81,11 +82,13 @@ def make(
 
 
 @pytest.mark.parametrize("kind", ["blocks", "even blocks", "rows", "one"])
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma4-moe"])
 def test_every_weight_is_what_its_codes_and_scales_say(
     tiny: Tiny, tmp_path: Path, name: str, kind: str
 ) -> None:
-    """Also as codes, which it stays where 32 inputs have one scale."""
+    """Also as codes, which it stays where 32 inputs have one scale. Gemma 4's router has a weight
+    that is called a scale.
+    """
     said = make(tiny(name), tmp_path / "m", kind)
     block = fp8_block(KINDS[kind][0])
     assert len(said) > 15 and block is not None
