@@ -333,7 +333,10 @@ def test_tokenizer_settings_are_honoured(llama: GGUFModel, tmp_path: Path, out: 
 
 @pytest.mark.parametrize(
     ("pre", "flag", "first"),
-    [("qwen2", None, 1), ("llama-bpe", None, 2), ("llama-bpe", False, 1), ("smollm", True, 2)],
+    [
+        *(("qwen2", None, 1), ("llama-bpe", None, 2), ("llama-bpe", False, 1)),
+        *(("smollm", True, 2), ("llama-v3", None, 2), ("dbrx", None, 1)),
+    ],
 )
 def test_bos_follows_the_flag_or_the_kind_of_tokenizer(
     llama: GGUFModel, tmp_path: Path, out: Path, pre: str, flag: bool | None, first: int

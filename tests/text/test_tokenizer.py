@@ -232,7 +232,11 @@ def test_an_end_of_one_message_of_several_ends_no_generation(tmp_path: Path) -> 
     [
         ("smollm", ["I", "'", "LL", "Ġpay", "Ġ", "1", "2", "3", "4", "!!", "Ċ"]),
         ("qwen2", ["I", "'LL", "Ġpay", "Ġ", "1", "2", "3", "4", "!!Ċ"]),
-        ("llama-bpe", ["I", "'LL", "Ġpay", "Ġ", "123", "4", "!!Ċ"]),
+        ("deepseek-r1-qwen", ["I", "'LL", "Ġpay", "Ġ", "1", "2", "3", "4", "!!Ċ"]),
+        *(
+            (pre, ["I", "'LL", "Ġpay", "Ġ", "123", "4", "!!Ċ"])
+            for pre in ("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx")
+        ),
     ],
 )
 def test_words_of_each_pattern(pre: str, words: list[str]) -> None:
@@ -247,7 +251,7 @@ def test_words_of_each_pattern(pre: str, words: list[str]) -> None:
 
 def test_llama3_takes_whole_words_before_merging() -> None:
     vocab = {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4}
-    for pre, ids in (("llama-bpe", [4]), ("qwen2", [3, 2])):
+    for pre, ids in (("llama-bpe", [4]), ("falcon3", [4]), ("dbrx", [3, 2]), ("qwen2", [3, 2])):
         assert Tokenizer(byte_level(vocab, [("a", "b")], pre)).encode("abc") == ids
 
 

@@ -95,6 +95,13 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
 }
+# Names that mean the same to llama.cpp. "glm4" is Llama 3's pattern for vocabularies in which words
+# are merged.
+OTHER_NAMES = {
+    "deepseek-r1-qwen": "qwen2",
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3"), "llama-bpe"),
+    "dbrx": "glm4",
+}
 PRE_TOKENIZERS = ("olmo", "smollm", *WORD_PATTERNS)
 # From tokens of characters and of bytes to their text.
 _TO_TEXT = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -188,7 +195,7 @@ def _check_length(metadata: Metadata, what: str, values: list[Any], texts: list[
 def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     pre = metadata.get("tokenizer.ggml.pre", str, "default")
     backend = build_byte_level_bpe(vocabulary.ids(), _merges(metadata), pre, metadata.path)
-    return backend, pre == "llama-bpe"
+    return backend, OTHER_NAMES.get(pre, pre) == "llama-bpe"
 
 
 def _sentencepiece(
@@ -276,10 +283,10 @@ def build_byte_level_bpe(
     Raises UnsupportedModelError for another `pre`, CorruptModelError for merges that fit no
     vocabulary.
     """
+    pre = OTHER_NAMES.get(pre, pre)
     if pre not in PRE_TOKENIZERS:
-        raise UnsupportedModelError(
-            f"{where} splits text by {pre[:100]!r}; supported: {', '.join(PRE_TOKENIZERS)}"
-        )
+        known = ", ".join((*PRE_TOKENIZERS, *OTHER_NAMES))
+        raise UnsupportedModelError(f"{where} splits text by {pre[:100]!r}; supported: {known}")
     backend = tokenizers.Tokenizer(
         _bpe(where, vocab=dict(vocab), merges=list(merges), ignore_merges=pre == "llama-bpe")
     )
