@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, shown, warn_user
@@ -58,9 +59,16 @@ class ChatTemplate:
         given = {"tools": None, "documents": None, **special_tokens, **variables}
         given["add_generation_prompt"] = add_generation_prompt
         plain = {name: _plain(value, name) for name, value in given.items()}
-        plain["messages"] = _plain_messages(messages)
+        plain["messages"], *others = _message_forms(messages)
         self._warn_of_unknown_names(plain)
-        return self._process.render(self.source, plain)
+        try:
+            return self._process.render(self.source, plain)
+        except InvalidPromptError as refusal:
+            is_over = refusal.__cause__ is not None  # its process ended, or its time
+            for form in [] if is_over else others:
+                with suppress(InvalidPromptError):
+                    return self._process.render(self.source, plain | {"messages": form})
+            raise
 
     def _warn_of_unknown_names(self, variables: Mapping[str, Any]) -> None:
         """Warn of what most templates write or leave out without a word."""
@@ -74,13 +82,23 @@ class ChatTemplate:
             warn_user("the model's chat template does not use tools: the model will not see them")
 
 
-def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A checked copy without keys whose value is None, as templates expect."""
+def _message_forms(messages: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Checked copies: without keys whose value is None and with the arguments of calls as objects,
+    as most templates expect; then those that differ from it, for templates that refuse it: with
+    the content None that calls may have (DeepSeek-V3.1 asks for it), and also with arguments as
+    they were given (DeepSeek writes their text).
+    """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidPromptError(
             "messages must be a list of at least one {'role': ..., 'content': ...}"
         )
-    return [_plain_message(message, index) for index, message in enumerate(messages)]
+    checked = [_plain_message(message, index) for index, message in enumerate(messages)]
+    whole = [({"content": None} if "tool_calls" in m else {}) | m for m in checked]
+    forms = [_with_objects(checked)]
+    for form in (_with_objects(whole), whole):
+        if form not in forms:
+            forms.append(form)
+    return forms
 
 
 def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -96,9 +114,16 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
             raise InvalidPromptError(
                 f"{where}[{key!r}] must be {kinds}, not {type(message.get(key)).__name__}"
             )
-    if isinstance(plain.get("tool_calls"), list):
-        plain["tool_calls"] = [_with_object(call, where) for call in plain["tool_calls"]]
     return _with_reasoning_names(plain)
+
+
+def _with_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        message | {"tool_calls": [_with_object(call, f"messages[{index}]") for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else message
+        for index, message in enumerate(messages)
+    ]
 
 
 def _with_object(call: Any, where: str) -> Any:

@@ -18,6 +18,7 @@ from checkpoints import GGUFValue
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from nanoengine.errors import (
     CorruptModelError,
@@ -613,6 +614,41 @@ def test_arguments_of_calls_are_objects(tmp_path: Path) -> None:
     calls[0]["function"]["arguments"] = '{"a":' * 70 + "1" + "}" * 70
     with pytest.raises(InvalidPromptError, match="nested"):
         ours.apply_chat_template([message])
+
+
+@pytest.mark.parametrize("content", [None, "", "Hm."])
+@pytest.mark.parametrize("arguments", ['{"a": 1}', "no JSON"])
+def test_templates_that_want_messages_as_they_were_given(
+    tmp_path: Path, content: str | None, arguments: str
+) -> None:
+    """DeepSeek's ask whether content is none, and write the text of arguments."""
+    template = (
+        "{% for m in messages %}{% if m.content is none %}{{ '<none>' }}"
+        "{% else %}{{ m.content + '' }}{% endif %}{% for c in m.tool_calls or [] %}"
+        "{{ '<c>' + c.function.name + '<s>' + c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    talk = [CHAT[0], {"role": "assistant", "content": content, "tool_calls": calls}]
+    (expected,), _ = render_jinja_template([talk], chat_template=template)
+    ours = Tokenizer.from_folder(saved(tmp_path, {"chat_template": template}))
+    assert ours.apply_chat_template(talk, False) == expected
+    if content is None:
+        del talk[1]["content"]
+        assert ours.apply_chat_template(talk, False) == expected
+
+
+def test_a_form_is_not_given_up_for_another_part(tmp_path: Path) -> None:
+    """Who asks for none may want objects; and what all forms fail at is said of the first."""
+    text = "{% for m in messages %}{{ 'none' if m.content is none else m.content + '' }}{% for c "
+    text += "in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    talk = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    ours = Tokenizer.from_folder(saved(tmp_path, {"chat_template": text}))
+    assert ours.apply_chat_template(talk, False) == 'none{"a": 1}'
+    never = "{{ raise_exception(messages[0].content | default('no content')) }}"
+    ours = Tokenizer.from_folder(saved(tmp_path, {"chat_template": never}))
+    with pytest.raises(InvalidPromptError, match="no content"):
+        ours.apply_chat_template(talk, False)
 
 
 def test_subclasses_become_plain_values(tmp_path: Path) -> None:
