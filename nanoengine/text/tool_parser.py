@@ -18,8 +18,9 @@ from nanoengine.text.answer_pieces import (
     first_of,
     num_held_back,
 )
+from nanoengine.text.argument_types import argument_of
 from nanoengine.text.bare_object import BareObject
-from nanoengine.text.checked_json import object_in, strict_json
+from nanoengine.text.checked_json import object_in
 from nanoengine.text.tool_syntax import (
     MAX_NAME,
     NAME,
@@ -179,7 +180,8 @@ class ToolParser(PieceReader):
             return False
         number = self._num_calls
         self._num_calls += 1
-        properties = self._schemas[name].get("properties")
+        root = self._schemas[name]
+        properties = root.get("properties")
         before = "{"
         while (yield from self.skip(body.key)):
             key = yield from self._before(body.key_end)
@@ -191,7 +193,7 @@ class ToolParser(PieceReader):
             if body.trims:
                 value = value.removeprefix("\n").removesuffix("\n")
             schema = properties.get(key) if isinstance(properties, Mapping) else None
-            made = f"{before}{_json(key)}: {_argument(value, schema)}"
+            made = f"{before}{_json(key)}: {_json(argument_of(value, schema, root))}"
             yield Piece(Kind.ARGUMENTS, made, number)
             before = ", "
         closed = False
@@ -330,17 +332,6 @@ class JsonEnd:
 def _num_spaces(text: str) -> int:
     """How many spaces at the end of a text may be dropped if a call follows."""
     return min(len(text) - len(text.rstrip()), MAX_HELD_SPACES)
-
-
-def _argument(text: str, schema: object) -> str:
-    """The text of an argument between tags as JSON; schema: of the argument, if it is known."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if kind == "string":
-        return _json(text)
-    try:
-        return _json(strict_json(text.lower() if kind == "boolean" else text))
-    except ValueError:
-        return _json(text)
 
 
 def _json(value: object) -> str:

@@ -131,6 +131,56 @@ def test_how_an_answer_is_cut_changes_nothing(row: Any, cuts: list[int]) -> None
     assert names == sorted(set(names))  # once each, in order
 
 
+OPTIONAL: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+# The schema of an argument, what the model wrote, and the value.
+VALUES: list[tuple[Any, str, Any]] = [
+    ({"type": "string"}, "12345", "12345"),
+    (OPTIONAL, "12345", "12345"),
+    (OPTIONAL, "null", None),
+    (OPTIONAL, '"x"', '"x"'),
+    (OPTIONAL, "[1]", "[1]"),
+    ({"type": ["string", "null"]}, "007", "007"),
+    ({"type": ["string", "null"]}, "true", "true"),
+    ({"type": ["string", "integer"]}, "7", 7),
+    ({"type": ["string", "integer"]}, "7.5", "7.5"),
+    ({"type": ["string", "number"]}, "7", 7),
+    ({"type": ["boolean", "null"]}, "True", True),
+    ({"oneOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
+    ({"oneOf": [{"type": "string"}, {}]}, "[1]", [1]),
+    ({"enum": ["1", "2"]}, "1", "1"),
+    ({"enum": [1, 2]}, "1", 1),
+    ({"const": "1"}, "1", "1"),
+    ({"$ref": "#/$defs/zip"}, "12345", "12345"),
+    ({"allOf": [{"$ref": "#/$defs/zip"}]}, "12345", "12345"),
+    ({"$ref": "#/$defs/a~1b"}, "5", "5"),
+    ({"$ref": "#/$defs/circle"}, "5", 5),
+    ({"$ref": "#/$defs/none"}, "5", 5),
+    ({"$ref": "https://example.org/zip"}, "5", 5),
+    ({"type": 5, "enum": "x", "anyOf": {}}, "5", 5),
+    ({"type": "integer"}, "1e5", 1e5),
+    ({"type": "integer"}, "many", "many"),
+    ({}, '"x"', "x"),
+    (True, "null", None),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), VALUES)
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
+def test_an_argument_has_a_type_of_its_schema(
+    name: str, schema: Any, text: str, value: Any
+) -> None:
+    defs = {"zip": {"type": "string"}, "a/b": OPTIONAL, "circle": {"$ref": "#/$defs/circle"}}
+    schemas = {"f": {"properties": {"x": schema}, "$defs": defs}}
+    written = {
+        "qwen3_coder": f"<tool_call><function=f><parameter=x>{text}</parameter></function>",
+        "glm45": f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>",
+    }
+    made = AnswerParser(None, ToolParser(BY_NAME[name], schemas), None)
+    (call,) = message_of(made.feed(written[name]) + made.end()).tool_calls
+    found = json.loads(call.arguments)
+    assert found == {"x": value} and type(found["x"]) is type(value)
+
+
 def test_arguments_come_before_the_call_has_ended() -> None:
     made = parser("hermes")
     assert made.read("Hm.\n<tool_call>\n{", is_last=False) == [Piece(Kind.CONTENT, "Hm.")]
