@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from tokenizers.pre_tokenizers import ByteLevel
 
+from nanoengine.text.byte_tokens import BYTE_TOKEN, REPLACEMENT
 from nanoengine.text.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"
 # After this many tokens without a complete end, some text is given out anyway. A character has at
 # most 4 bytes, so half of the tokens hold the last character and the text before it.
 MAX_PENDING_TOKENS = 8
-BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies with characters name a byte
+MAX_BROKEN = 3  # bytes of a character that lacks one
 
 
 def _byte_letters() -> dict[str, int]:
@@ -50,8 +49,8 @@ class IncrementalDetokenizer:
     """Turns the tokens of one sequence into text one at a time, never half a character.
 
     Each token decodes a window of recent ids again. The window is cut where the text is complete,
-    so the work per token does not grow. Text given out never changes; with byte-level vocabularies
-    it equals `tokenizer.decode` of all ids.
+    so the work per token does not grow. Text given out never changes; it equals `tokenizer.decode`
+    of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -101,13 +100,20 @@ class IncrementalDetokenizer:
     def _give_part(self, text: str) -> str:
         """Give out all but the last character of a window that has long had no complete end.
 
-        Only the last character can still change, and its bytes are in the last three tokens. A cut
-        inside an earlier character affects only text already given out, because positions count
-        from the end.
+        Only the last character can still change, and its bytes are in the last three tokens, each
+        with a U+FFFD or all with one. A cut inside an earlier character affects only text already
+        given out, because positions count from the end.
         """
-        new = text[self._given : -1]
+        window = self._window[-MAX_PENDING_TOKENS // 2 :]
+        rest = self._decode(window)
+        held = min(MAX_BROKEN, _num_broken(text), _num_broken(rest))
+        new = text[self._given : len(text) - held]
         self._pieces.append(new)
-        self._window = self._window[-MAX_PENDING_TOKENS // 2 :]
-        self._settled = 0
-        self._given = len(self._decode(self._window)) - 1
+        self._window, self._settled = window, 0
+        self._given = len(rest) - held
         return new
+
+
+def _num_broken(text: str) -> int:
+    """How many U+FFFD a text ends with."""
+    return len(text) - len(text.rstrip(REPLACEMENT))

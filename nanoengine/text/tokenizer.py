@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 import tokenizers
 
 from nanoengine.errors import InvalidPromptError, RequestError, ends_at_the_user
+from nanoengine.text.byte_tokens import REPLACEMENT, with_replacements
 from nanoengine.text.chat_template import ChatTemplate
 from nanoengine.text.checked_json import has_file
 from nanoengine.text.template_process import RENDER_SECONDS, TemplateProcess
@@ -82,6 +83,11 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
+    @cached_property
+    def _has_byte_tokens(self) -> bool:
+        decoder = self._backend.decoder
+        return decoder is not None and b"ByteFallback" in decoder.__getstate__()
+
     @property
     def bos_token_id(self) -> int | None:
         """Id of the beginning-of-text token, None without one."""
@@ -122,7 +128,13 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Invalid UTF-8 becomes U+FFFD; ids past the vocabulary are skipped."""
         try:
-            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            text = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            if REPLACEMENT in text and self._has_byte_tokens:
+                left_out = self.special_ids if skip_special_tokens else ()
+                tokens = (self._backend.id_to_token(i) for i in ids if i not in left_out)
+                present = (token for token in tokens if token is not None)
+                return str(self._backend.decoder.decode([*with_replacements(present)]))
+            return text
         except (OverflowError, TypeError) as error:
             raise InvalidPromptError("token ids must be integers from 0 to 2**32 - 1") from error
         except BaseException as error:

@@ -774,6 +774,43 @@ def test_leading_spaces_of_sentencepiece_words_survive() -> None:
     assert token_bytes(ours, 3) == b"\xc3"
 
 
+BYTE_NAMES = {f"<0x{byte:02X}>": byte for byte in range(256)}
+
+
+def with_byte_tokens() -> Tokenizer:
+    """A token for each byte, with the byte as its id, and some of texts, as SentencePiece has."""
+    vocab = BYTE_NAMES | {"▁": 256, "a": 257, "▁é": 258, "😀": 259, "<unk>": 260}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True))
+    each = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()]
+    backend.decoder = tokenizers.decoders.Sequence([*each, tokenizers.decoders.Fuse()])
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize("text", ["😀😀", "\n€", "▁é", "aß\ufffd"])
+@pytest.mark.parametrize("num_left", [1, 2, 3])
+def test_bytes_of_a_cut_character_spoil_no_other(text: str, num_left: int) -> None:
+    ours, last = with_byte_tokens(), text[-1].encode()[:num_left]
+    is_whole = last == text[-1].encode()
+    ids = [*text[:-1].encode(), *last]
+    expected = text if is_whole else text[:-1] + "\ufffd" * num_left
+    assert ours.decode(ids) == "".join(pieces(ours, ids, True)) == expected
+    assert ours.decode([257, *ids, 256, 999]) == f"a{expected} "
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_bytes_stream_like_decode(seed: int) -> None:
+    """Most of them no UTF-8, with whole characters and other tokens among them."""
+    rng, ours = random.Random(seed), with_byte_tokens()
+    pool = [*range(128, 256, 5), *"😀".encode(), 256, 257, 258]
+    ids = rng.choices(pool, k=200)
+    for at in range(0, 200, 20):
+        ids[at:at] = "😀é".encode()
+    text = ours.decode(ids)
+    assert "".join(pieces(ours, ids, True)) == text
+    data = b"".join(bytes([i]) if i < 256 else (b" ", b"a", " é".encode())[i - 256] for i in ids)
+    assert text.replace("\ufffd", "") == data.decode(errors="ignore") and text.count("😀") >= 10
+
+
 def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None:
     text = "Häuser 🙂 日本\n  x \ufffd <|im_end|>"
     ids = tokenizer.encode(text)
