@@ -100,6 +100,8 @@ def load_model(
         check_has_mtp(config, reader)
         parts = expert_parts(config, reader)
         reader.rename(parts)
+        if isinstance(reader, PackedReader):
+            reader.leave_out_zero_biases(shapes)
         check_names(shapes, reader, ignorable_tensors(config))
 
         def source(name: str) -> Weight:

@@ -8,7 +8,7 @@ AutoGPTQ pack it, compressed-tensors one [outputs, inputs].
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,22 @@ class PackedReader(CheckpointReader):
         """What comes before the ends of a packed weight's names; "" of one that is not packed."""
         integers = self._format.names[0]
         return part.stored.removesuffix(integers) if part.stored.endswith(integers) else ""
+
+    def leave_out_zero_biases(self, needed: Container[str]) -> None:
+        """Forget the biases of packed weights that are not `needed`, of which AutoGPTQ stores one
+        for each weight. Raises WeightMismatchError if one is not zero.
+        """
+        integers = self._format.names[0]
+        for name, part in list(self._parts.items()):
+            stem = part.stored.removesuffix("bias")
+            if name in needed or stem == part.stored or stem + integers not in self._file_of:
+                continue
+            if self.tensor(name).any():
+                raise WeightMismatchError(
+                    f"{self.folder}: {part.stored!r} is not all zeros, and the model that "
+                    "config.json describes has no bias there"
+                )
+            del self._parts[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, read from the header only."""

@@ -255,6 +255,27 @@ def test_experts(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     assert num_coded == (0 if KINDS[kind].get("desc_act") else NUM_CODED)
 
 
+@needs_compiler
+def test_a_bias_of_zeros_that_the_model_has_not_is_left_out(tiny: Tiny, tmp_path: Path) -> None:
+    """AutoGPTQ stores one for every weight; q, k and v of Qwen 2 have theirs."""
+    ours, theirs = both_kinds(tiny, "qwen2", KINDS["gptq"], tmp_path)
+    stored = load_file(ours / "model.safetensors")
+    stems = {name.removesuffix("qweight") for name in stored if name.endswith(".qweight")}
+    biases = {f"{stem}bias": torch.zeros_like(stored[f"{stem}scales"][0]) for stem in stems}
+    assert stored["model.layers.0.self_attn.q_proj.bias"].any() and len(biases) == 7
+    save_file(biases | stored, ours / "model.safetensors", {"format": "pt"})
+    driver = Driver(small_engine(ours))
+    outputs = driver.run([[7 * i % 256 for i in range(20)]])
+    driver.engine.close()
+    assert_logits_are_transformers(driver, theirs, outputs)
+    biases["model.layers.0.mlp.up_proj.bias"][-1] = 0.1
+    save_file(biases | stored, ours / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        WeightMismatchError, match=r"up_proj\.bias' is not all zeros, and the model"
+    ):
+        small_engine(ours)
+
+
 def test_scales_beyond_float16_leave_numbers(tiny: Tiny, tmp_path: Path) -> None:
     ours, _ = both_kinds(tiny, "llama", KINDS["compressed-tensors"], tmp_path)
     known = packed_format(KINDS["compressed-tensors"])
