@@ -19,6 +19,7 @@ from nanoengine.text.chat_template import ChatTemplate
 from nanoengine.text.checked_json import has_file
 from nanoengine.text.template_process import RENDER_SECONDS, TemplateProcess
 from nanoengine.text.tokenizer_files import (
+    _add_outside_tokens,
     _backend_from_transformers,
     _chat_templates,
     _let_interrupts_through,
@@ -54,7 +55,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja.
+        """Read tokenizer.json, tokenizer_config.json, added_tokens.json, special_tokens_map.json,
+        chat_template.jinja.
 
         Raises ModelNotFoundError if there is no tokenizer, CorruptModelError for a damaged file,
         ModelLoadError for one that cannot be read or converted.
@@ -62,6 +64,8 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         is_there = has_file(path)
         backend = _read_backend(path) if is_there else _backend_from_transformers(folder)
+        if is_there:
+            _add_outside_tokens(backend, folder)
         made = cls(backend, _special_tokens(folder), _chat_templates(folder))
         _try_out(backend, path if is_there else folder)  # without a file's padding
         made.folder = folder

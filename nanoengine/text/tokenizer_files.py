@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import tokenizers
+from tokenizers import AddedToken
 
 from nanoengine.errors import (
     CorruptModelError,
@@ -29,6 +30,7 @@ SPECIAL_TOKEN_NAMES = (
     "cls_token",
     "mask_token",
 )
+FLAGS = ("special", "lstrip", "normalized", "rstrip", "single_word")  # of added tokens
 PROBE = "Ab 12\n\u00e9\u6f22\U0001f642"
 
 
@@ -60,7 +62,7 @@ def _ids_by_text(path: Path, added: Any) -> dict[str, int]:
     ids: dict[str, int] = {}
     for number, entry in pairs:
         text = entry.get("content") if isinstance(entry, dict) else None
-        if not isinstance(text, str) or not re.fullmatch("[0-9]{1,10}", str(number)):
+        if not _is_text(text) or not re.fullmatch("[0-9]{1,10}", str(number)):
             raise CorruptModelError(f"{path}: {shown(entry)} is not an added token with an id")
         ids.setdefault(text, int(number))
     return ids
@@ -75,9 +77,14 @@ def _special_token(path: Path, config: Mapping[str, Any], name: str) -> str | No
     text = value.get("content") if isinstance(value, dict) else value
     if value is None:
         return None
-    if not isinstance(text, str) or any("\ud800" <= char <= "\udfff" for char in text):
+    if not _is_text(text):
         raise CorruptModelError(f"{path}: {name!r} is {shown(value)}, which is not a token's text")
     return text
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    """Whether it is a string without lone surrogates, which the library cannot take."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _let_interrupts_through(error: BaseException) -> None:
@@ -101,6 +108,60 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     except BaseException as error:  # the library raises plain Exception
         _let_interrupts_through(error)
         raise CorruptModelError(f"{path} is no valid tokenizer: {_text_of(error)}") from error
+
+
+def _add_outside_tokens(backend: tokenizers.Tokenizer, folder: Path) -> None:
+    """Give it the added tokens that only the files beside tokenizer.json have, and their flags, as
+    transformers does. A new token is left out if it would get another id than the file says.
+    """
+    by_id = backend.get_added_tokens_decoder()
+    known = {token.content: token for token in by_id.values()}
+    named = {*_special_tokens(folder).values()}
+    next_id = max([backend.get_vocab_size(False) - 1, *by_id]) + 1
+    wanted = {}
+    for token_id, token in sorted(_outside_tokens(folder, named, known).items()):
+        is_new = backend.token_to_id(token.content) is None
+        if not is_new or token_id == next_id:
+            wanted[token.content] = token
+            next_id += is_new
+    for text in named:
+        if text not in wanted and backend.token_to_id(text) is not None:
+            wanted[text] = known.get(text, AddedToken(text, special=True))
+    made = [
+        AddedToken(
+            text,
+            **{name: getattr(token, name) for name in FLAGS[1:]},
+            special=any(each.special for each in (token, known.get(text, token))) or text in named,
+        )
+        for text, token in wanted.items()
+    ]
+    backend.add_tokens([token for token in made if repr(token) != repr(known.get(token.content))])
+
+
+def _outside_tokens(
+    folder: Path, named: Collection[str], known: Collection[str]
+) -> dict[int, AddedToken]:
+    """Added tokens by id: of tokenizer_config.json, or else of added_tokens.json, if they are not
+    known. named: special tokens.
+    """
+    path = folder / "tokenizer_config.json"
+    listed = read_json_if_any(path).get("added_tokens_decoder")
+    if isinstance(listed, dict) and listed:
+        ids = _ids_by_text(path, listed)
+        flags = {
+            each["content"]: {k: v for k, v in each.items() if k in FLAGS and isinstance(v, bool)}
+            for each in listed.values()
+        }
+        return {ids[text]: AddedToken(text, **its) for text, its in flags.items()}
+    path = folder / "added_tokens.json"
+    others = read_json_if_any(path)
+    if not all(_is_text(text) and type(token_id) is int for text, token_id in others.items()):
+        raise CorruptModelError(f"{path} must give each token's text an integer, its id")
+    return {
+        token_id: AddedToken(text, normalized=text not in named, special=text in named)
+        for text, token_id in others.items()
+        if text not in known
+    }
 
 
 def _try_out(backend: tokenizers.Tokenizer, source: Path) -> None:

@@ -385,6 +385,68 @@ def test_a_wrong_value_is_refused(tmp_path: Path, config: dict[str, Any]) -> Non
         Tokenizer.from_folder(saved(tmp_path, config))
 
 
+def added(text: str, **flags: bool) -> dict[str, Any]:
+    plain = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    return {"content": text, "special": True} | plain | flags
+
+
+STRIPPING = added("<tool>", rstrip=True, special=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({"added_tokens_decoder": {"258": added("<tool>")}}, {}),
+        ({"added_tokens_decoder": {"258": added("<tool>", special=False)}}, {}),
+        ({"added_tokens_decoder": {"1": added("</s>", rstrip=True), "258": STRIPPING}}, {}),
+        ({"added_tokens_decoder": {"1": added("</s>", special=False)}}, {}),
+        (
+            {
+                "added_tokens_decoder": {"258": added("<tool>", special=False)},
+                "eos_token": "<tool>",
+            },
+            {},
+        ),
+        ({}, {"added_tokens.json": {"<tool>": 258}}),
+        ({"eos_token": "<tool>"}, {"added_tokens.json": {"<tool>": 258, "</s>": 1}}),
+        ({"added_tokens_decoder": {"0": added("<s>")}}, {"added_tokens.json": {"<tool>": 258}}),
+        ({"pad_token": "x", "unk_token": "<none>"}, {}),
+        ({}, {"special_tokens_map.json": {"eos_token": "y"}}),
+        ({}, {"tokenizer.json": {"added_tokens": [added("</s>", special=False) | {"id": 1}]}}),
+        (
+            {"eos_token": "</s>"},
+            {"tokenizer.json": {"added_tokens": [added("</s>", special=False) | {"id": 1}]}},
+        ),
+    ],
+)
+def test_tokens_beside_tokenizer_json_are_those_of_transformers(
+    tmp_path: Path, config: dict[str, Any], files: dict[str, dict[str, Any]]
+) -> None:
+    saved(tmp_path, config)
+    for name, content in files.items():
+        old = json.loads((tmp_path / name).read_text()) if (tmp_path / name).exists() else {}
+        (tmp_path / name).write_text(json.dumps(old | content))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_folder(tmp_path)
+    text = "<s>a </s>  <tool>  x<tool>y"
+    ids = ours.encode(text)
+    assert ids == theirs(text)["input_ids"]
+    for skip in (True, False):
+        assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+    if "<none>" not in config.values():  # transformers gives it an id that the model does not have
+        assert ours.vocab_size == len(theirs)
+
+
+def test_a_token_that_would_get_another_id_is_left_out(tmp_path: Path) -> None:
+    files = {"added_tokens_decoder": {"260": added("<far>"), "258": added("<near>")}}
+    ours = Tokenizer.from_folder(saved(tmp_path, files))
+    assert ours.encode("<near>") == [258] and len(ours.encode("<far>")) == 5
+    for wrong in ({"<a>": "258"}, {"<a>": True}, {"a\ud800": 258}):
+        (tmp_path / "added_tokens.json").write_text(json.dumps(wrong))
+        (tmp_path / "tokenizer_config.json").write_text("{}")
+        with pytest.raises(CorruptModelError, match=r"added_tokens\.json must give each token"):
+            Tokenizer.from_folder(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
