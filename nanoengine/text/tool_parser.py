@@ -114,8 +114,9 @@ class ToolParser(PieceReader):
         start = (yield from self.past(at, body.before)) if body.before else at
         if start is None or not (yield from self._object(start)):
             return False
-        while body.between and (yield from self.skip(body.between)):
-            if not (yield from self._object(0)):
+        while body.between:
+            is_next = (yield from self.skip(body.between)) or (yield from self.past(0, "{"))
+            if not is_next or not (yield from self._object(0)):
                 break
         if body.after:
             yield from self.skip(body.after)
@@ -149,7 +150,9 @@ class ToolParser(PieceReader):
         name = call.get("name")
         if not isinstance(name, str) or name not in self._schemas:
             return False
-        arguments = call.get("arguments", call.get("parameters", {}))
+        arguments = call.get("arguments", call.get("parameters"))
+        if arguments is None:
+            arguments = {}
         if isinstance(arguments, str):  # an object's text, as in OpenAI's answers
             arguments = object_in(arguments)
         if not isinstance(arguments, dict):
@@ -266,12 +269,25 @@ class ChannelParser(PieceReader):
             if header is None:
                 return
             kind, name = self._kind_of(header)
-            if name:
-                yield Piece(Kind.NAME, name, self._num_calls)
-            mark = yield from self.until(ENDS, kind, self._num_calls if name else 0)
-            self._num_calls += bool(name)
+            mark = yield from self._call(name) if name else self.until(ENDS, kind)
             if mark not in (None, STARTS[0]):
                 mark = yield from self.until(STARTS, Kind.CONTENT)
+
+    def _call(self, name: str) -> Steps[str | None]:
+        """As `until`, of a message to a tool; one without text is a call without arguments."""
+        number, is_empty = self._num_calls, True
+        yield Piece(Kind.NAME, name, number)
+        self._num_calls += 1
+        steps = self.until(ENDS, Kind.ARGUMENTS, number)
+        while True:
+            try:
+                piece = next(steps)
+            except StopIteration as end:
+                if is_empty:
+                    yield Piece(Kind.ARGUMENTS, "{}", number)
+                return str(end.value) if end.value else None
+            is_empty = is_empty and not (piece and piece.text)
+            yield piece
 
     def _header(self, mark: str) -> Steps[str | None]:
         """What stands before a message, from its mark on; None if the text ends in it."""

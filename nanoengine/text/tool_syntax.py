@@ -22,7 +22,8 @@ def head_of(name: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Objects:
     """Calls as {"name": ..., "arguments": {...}}; "parameters" does as well. before: the first one;
-    between: two of them, "" if only one follows each mark; after: the last one.
+    between: two of them, where models may write spaces alone; "" if only one follows each mark;
+    after: the last one.
     """
 
     before: str = ""
@@ -135,10 +136,10 @@ TOOL_SYNTAXES = (
     ToolSyntax(
         "qwen3_coder",
         ("<function=", "<tool_call>"),
-        marks=("<tool_call>",),
+        marks=("<tool_call>", "<function="),  # the model may leave out the first
         bodies=(
             Tagged(
-                rf"{SPACES}<function={NAME}>",
+                rf"(?:{SPACES}<function=|(?<=<function=)){NAME}>",
                 *("<parameter=", ">", "", "</parameter>"),
                 after=("</function>", "</tool_call>"),
                 trims=True,

@@ -56,6 +56,8 @@ WHOLE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
      [("now", {"utc": True})]),
     ("hermes", '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', None, [NOW]),
     ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": "}"}</tool_call>', None, [NOW]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', None, [NOW]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', None, [NOW]),
     ("hermes", "no call at all \n", "no call at all \n", []),
     ("hermes", "a <tool_call> b", "a <tool_call> b", []),
     ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None, []),
@@ -72,6 +74,10 @@ WHOLE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("qwen3_coder", '<tool_call><function=now><parameter=x>{"a": [1]}</parameter></function>',
      None, [("now", {"x": {"a": [1]}})]),
     ("qwen3_coder", "<tool_call><function=rm></function></tool_call>", None, []),
+    ("qwen3_coder", f"So:\n{CODER.removeprefix('<tool_call>')}", "So:", [CALL]),
+    ("qwen3_coder", "<function=now>\n</function>\n<function=now></function>", None, [NOW, NOW]),
+    ("qwen3_coder", "I call <function=rm>.", "I call <function=rm>.", []),
+    ("qwen3_coder", "<tool_call>now></function>", "<tool_call>now></function>", []),
     ("glm45", f"{GLM}\n{GLM}", None, [CALL, CALL]),
     ("glm45", GLM.replace("\n", ""), None, [CALL]),
     ("glm45", "<tool_call>now</tool_call>", None, [NOW]),
@@ -89,6 +95,8 @@ WHOLE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("mistral", "[TOOL_CALLS] none", "[TOOL_CALLS] none", []),
     ("llama3_json", OBJECT.replace("arguments", "parameters"), None, [CALL]),
     ("llama3_json", f"<|python_tag|>{OBJECT}; {OBJECT}", None, [CALL, CALL]),
+    ("llama3_json", f"{OBJECT}\n{OBJECT}\n", None, [CALL, CALL]),
+    ("llama3_json", f"{OBJECT}\n{{}}", '\n{}', [CALL]),
     ("llama3_json", '{"type": "function", "name": "now", "parameters": {}}', None, [NOW]),
     ("llama3_json", '{"answer": 42}', '{"answer": 42}', []),
     ("llama3_json", f"As {OBJECT}", f"As {OBJECT}", []),
@@ -223,6 +231,13 @@ def test_channels(cuts: list[int]) -> None:
         CHANNELS.partition("<|start|>")[0] + "<|start|>assistant<|channel|>final<|message|>a<b"
     )
     assert (said.content, said.reasoning, said.tool_calls) == ("a<b", "hm", ())
+    head = "<|channel|>commentary to=functions.now<|message|>"
+    for text, calls in (
+        (head, [NOW]),
+        (f"{head}<|call|>", [NOW]),
+        (f"{head}<|call|><|start|>assistant{head}{{}}<|call|>", [NOW, NOW]),
+    ):
+        assert calls_of(read(text)) == calls
 
 
 @pytest.mark.parametrize(
