@@ -18,6 +18,7 @@ from nanoengine.errors import InvalidParamsError, RequestError
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoengine.text import template_worker
 from nanoengine.text.reasoning import ReasoningSyntax, reasoning_of
+from nanoengine.text.schema_formats import without_other_formats
 from nanoengine.text.template_process import WorkerProcess
 from nanoengine.text.thinking import ThinkingMarks, ThinkingState, begins_open
 from nanoengine.text.tokenizer import Tokenizer
@@ -101,6 +102,8 @@ class Grammars:
         library = self._library
         kind, text = source
         try:
+            if kind == "json" and '"format"' in text:
+                text = json.dumps(without_other_formats(json.loads(text)), ensure_ascii=False)
             grammar = self._tried(kind, text)
             limits = library.limits(verbose_errors=False, **LIMITS)
             compiled = library.matcher(library.tokenizer, grammar, log_level=0, limits=limits)

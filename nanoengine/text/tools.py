@@ -12,6 +12,7 @@ from typing import Any
 
 from nanoengine.errors import InvalidParamsError, shown
 from nanoengine.sampling_params import StructuredOutputsParams
+from nanoengine.text.schema_formats import without_other_formats
 from nanoengine.text.tool_syntax import MAX_NAME, Frame, head_of
 
 MAX_TOOLS = 128
@@ -230,4 +231,4 @@ def _guided(schema: object) -> dict[str, Any]:
     """A schema as a grammar holds it. Raises TypeError if it is no object."""
     if not isinstance(schema, dict):
         raise TypeError(f"a JSON schema must be an object here, got {shown(schema)}")
-    return {**schema, "x-guidance": GUIDANCE}
+    return {**without_other_formats(schema), "x-guidance": GUIDANCE}

@@ -260,6 +260,16 @@ def test_calls_of_strict_tools_fit_their_schemas(llm: LLM, text: str, rest: str)
     assert len(output.outputs[0].token_ids) > 1
 
 
+def test_a_strict_tool_may_have_formats_of_its_own(llm: LLM) -> None:
+    function = TOOLS[0]["function"]
+    city = {"city": {"type": "string", "format": "city-name"}}
+    schema = function["parameters"] | {"properties": function["parameters"]["properties"] | city}
+    tool = {"type": "function", "function": function | {"parameters": schema, "strict": True}}
+    for choice in ("auto", "required"):
+        (output,) = llm.chat(TALK, PARAMS, use_tqdm=False, tools=[tool], tool_choice=choice)
+        assert output.error is None and output.outputs[0].token_ids
+
+
 def test_a_form_and_a_call_exclude_each_other(llm: LLM) -> None:
     params = SamplingParams(structured_outputs={"regex": "a"})
     with pytest.raises(InvalidParamsError, match="exclude each other"):

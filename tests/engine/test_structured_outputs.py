@@ -134,6 +134,28 @@ def check_schemas(llm: LLM, seeds: range) -> None:
             )
 
 
+def test_formats_that_json_schema_does_not_define_are_notes(llm: LLM) -> None:
+    """And what looks like one within a value, or is the name of a member, stays."""
+    secret = {"type": "string", "format": "password", "maxLength": 3}
+    members = {
+        "format": {"$ref": "#/$defs/secret"},
+        "const": {"anyOf": [{"type": "integer", "format": "int32", "maximum": 9}]},
+        "days": {"type": "array", "maxItems": 1, "items": {"type": "string", "format": "date"}},
+        "fixed": {"const": {"format": "path"}},
+    }
+    schema = OBJECT | {"properties": members, "required": [*members], "$defs": {"secret": secret}}
+    form = StructuredOutputsParams(json=schema)
+    grammars = llm.llm_engine.inputs.grammars
+    assert grammars is not None
+    start = '{"format": "abc", "const": 5, "days": ["2024-01-31"], "fixed": {"format": "path"}}'
+    for text, num_fit in (
+        (start, len(start) - 1),
+        (start.replace("-31", "-41"), start.index("31")),
+    ):
+        ids = tuple(llm.tokenizer.encode(text, add_special_tokens=False))
+        assert len(ids) == len(text) and len(grammars.state_of(form).masks(ids)) - 1 == num_fit
+
+
 def test_json_is_valid(llm: LLM) -> None:
     check_schemas(llm, range(20))
 
@@ -244,6 +266,7 @@ def test_a_form_that_is_none_is_refused(form: Any, words: str) -> None:
     [
         ({"json": {"type": "banana"}}, "json: .*banana"),
         ({"json": {"not": {}}}, 'json: Unimplemented keys: \\["not"\\]'),
+        ({"json": {"type": "string", "format": "regex"}}, "json: Unknown format: regex"),
         ({"json": {"minimum": 3, "maximum": 1, "type": "integer"}}, "json: Unsatisfiable schema"),
         (
             {"json": functools.reduce(lambda s, _: {"items": s}, range(200), {})},
