@@ -9,14 +9,14 @@ from nanoengine.text.checked_json import strict_json
 
 ANY = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 BRANCHES = ("anyOf", "oneOf", "allOf")
-MAX_DEPTH = 16  # of references and branches, which may lead in a circle
+MAX_DEPTH = 64  # of branches and references in each other
 
 
 def argument_of(text: str, schema: object, root: object) -> Any:
     """The text itself where the schema allows a string and no value that the text is as JSON; else
     that value, or the text if it is none. root: the schema that references begin at.
     """
-    types = _types(schema, root)
+    types = _types(schema, root, set()) or ANY
     if types == {"string"}:
         return text
     is_flag = "boolean" in types and "string" not in types
@@ -29,8 +29,10 @@ def argument_of(text: str, schema: object, root: object) -> Any:
     return value if _types_of(value) & (types - {"string"}) else text
 
 
-def _types(schema: object, root: object, depth: int = 0) -> frozenset[str]:
-    """JSON schema's types of the values that it allows; ANY if it does not say."""
+def _types(schema: object, root: object, seen: set[str], depth: int = 0) -> frozenset[str]:
+    """JSON schema's types of the values that it allows; ANY if it does not say. seen: references
+    that were followed, which add no more: they may lead in a circle, or many to one place.
+    """
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return ANY
     listed = schema.get("type")
@@ -40,10 +42,15 @@ def _types(schema: object, root: object, depth: int = 0) -> frozenset[str]:
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list) and values:
         return frozenset().union(*map(_types_of, values))
-    if isinstance(schema.get("$ref"), str):
-        return _types(_target(schema["$ref"], root), root, depth + 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        if reference in seen:
+            return frozenset()
+        seen.add(reference)
+        return _types(_target(reference, root), root, seen, depth + 1)
     branches: list[Any] = next((v for v in map(schema.get, BRANCHES) if isinstance(v, list)), [])
-    return frozenset().union(*(_types(each, root, depth + 1) for each in branches)) or ANY
+    types = (_types(each, root, seen, depth + 1) for each in branches)
+    return frozenset().union(*types) if branches else ANY
 
 
 def _types_of(value: object) -> frozenset[str]:

@@ -4,6 +4,7 @@ cut into parts; and what hostile answers cost.
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from itertools import pairwise
@@ -162,6 +163,8 @@ VALUES: list[tuple[Any, str, Any]] = [
     ({"allOf": [{"$ref": "#/$defs/zip"}]}, "12345", "12345"),
     ({"$ref": "#/$defs/a~1b"}, "5", "5"),
     ({"$ref": "#/$defs/circle"}, "5", 5),
+    ({"$ref": "#/$defs/wide"}, "5", 5),
+    (functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(5000), {}), "5", 5),
     ({"$ref": "#/$defs/none"}, "5", 5),
     ({"$ref": "https://example.org/zip"}, "5", 5),
     ({"type": 5, "enum": "x", "anyOf": {}}, "5", 5),
@@ -178,13 +181,14 @@ def test_an_argument_has_a_type_of_its_schema(
     name: str, schema: Any, text: str, value: Any
 ) -> None:
     defs = {"zip": {"type": "string"}, "a/b": OPTIONAL, "circle": {"$ref": "#/$defs/circle"}}
+    defs["wide"] = {"anyOf": [{"$ref": "#/$defs/wide"}] * 50}
     schemas = {"f": {"properties": {"x": schema}, "$defs": defs}}
     written = {
         "qwen3_coder": f"<tool_call><function=f><parameter=x>{text}</parameter></function>",
         "glm45": f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>",
     }
     made = AnswerParser(None, ToolParser(BY_NAME[name], schemas), None)
-    (call,) = message_of(made.feed(written[name]) + made.end()).tool_calls
+    (call,) = message_of(made.read(written[name], is_last=True)).tool_calls
     found = json.loads(call.arguments)
     assert found == {"x": value} and type(found["x"]) is type(value)
 
