@@ -129,11 +129,10 @@ class RemoteEngine:
     def _take(self, message: dict[str, Any]) -> None:
         number = message["id"]
         answer = self._calls.get(number)
-        if answer is None:
+        # An answer that is done has a caller who has not run since, or who was cancelled.
+        if answer is None or answer.done():
             if (stream := self._streams.get(number)) is not None:
                 stream.put(message)
-        elif answer.done():  # its caller was cancelled just now
-            pass
         elif "error" in message:
             answer.set_exception(error_of(message["error"]))
         else:

@@ -129,6 +129,24 @@ def test_is_queued_until_its_first_step(tiny: Callable[[str], Path]) -> None:
         run(llm, work)
 
 
+def test_what_comes_right_after_the_answer_is_heard(llm: AsyncLLM) -> None:
+    """In one read: that a stream is open, and that its request is no longer queued."""
+
+    async def main() -> None:
+        told = message_of(line_of(told_of_model(await llm.call(facts_of))))
+        mine, theirs = socket.socketpair()
+        engine = RemoteEngine(mine, told, lambda: EngineError("the process ended"))
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        async with asyncio.timeout(PATIENCE_S), engine.connected():
+            opening = asyncio.create_task(engine.stream(PROMPT, GREEDY))
+            number = message_of(await reader.readline())["id"]
+            writer.write(line_of({"id": number, "answer": None}) + line_of({"id": number}))
+            assert not (await opening).is_queued
+            writer.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("how", ["close", "drop", "cancel", "fail"])
 def test_whatever_ends_a_stream_frees_its_request(llm: AsyncLLM, how: str) -> None:
     async def work(engine: RemoteEngine) -> None:
