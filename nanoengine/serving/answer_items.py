@@ -25,7 +25,8 @@ class Step(Enum):
 @dataclass(slots=True)
 class Item:
     """A text, thoughts, or a call, whose kind is NAME; text: of a call, its arguments. index: which
-    one of the answer. id: of a call. entries: log-probabilities of a text.
+    one of the answer. id: of a call. end: of a text, where it ends in the answer so far. entries:
+    log-probabilities of its tokens.
     """
 
     kind: Kind
@@ -33,6 +34,7 @@ class Item:
     name: str = ""
     text: str = ""
     id: str = field(default_factory=new_id)
+    end: int = 0
     entries: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -60,6 +62,7 @@ class AnswerItems:
                 yield Step.BEGINS, self._begun(piece.kind, piece.text), ""
             if piece.kind is not Kind.NAME:
                 self.items[-1].text += piece.text
+                self.items[-1].end = piece.end
                 yield Step.GROWS, self.items[-1], piece.text
         if is_last:
             if not self.items:

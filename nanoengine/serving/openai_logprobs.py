@@ -1,4 +1,4 @@
-"""Writes log-probabilities as the answers of OpenAI's two endpoints have them.
+"""Writes log-probabilities as the answers of OpenAI's endpoints have them.
 
 A token is shown as its text; one that is a part of a character as its bytes, as in "\\xf0\\x9f".
 """
@@ -6,6 +6,7 @@ A token is shown as its text; one that is a part of a character as its bytes, as
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -37,6 +38,44 @@ def chat_logprobs(
 
 def _entry(data: bytes, logprob: float) -> dict[str, Any]:
     return {"token": _text(data), "logprob": max(logprob, LOWEST), "bytes": list(data)}
+
+
+class ContentLogprobs:
+    """Finds the entries of those tokens of an answer that its content has: of each of its texts,
+    which are asked for in order. Not of thoughts, of calls, of marks, or of the end.
+    """
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text = ""
+        self._at = 0  # where the next token begins in the text
+        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()
+
+    def add(self, made: CompletionOutput | StreamDelta, entries: Iterable[dict[str, Any]]) -> None:
+        """More of an answer, and the entries of its tokens."""
+        self._text += made.text
+        self._waiting += zip(made.token_ids, entries, strict=True)
+
+    def between(self, start: int, end: int) -> list[dict[str, Any]]:
+        """The entries of the tokens that have a part of this text."""
+        found = []
+        while self._waiting and self._at < end:
+            token_id, entry = self._waiting.popleft()
+            begin = self._at
+            self._at += self._length(self._characters.decode(self._token_bytes(token_id)))
+            if self._at > start or begin == self._at == start:
+                found.append(entry)
+        return found
+
+    def _length(self, text: str) -> int:
+        """How many characters a token has in the answer: none if it is not shown there, one less
+        if the answer begins without its space.
+        """
+        shown = self._text[self._at :]
+        if not self._at and text[:1] == " " != shown[:1]:
+            text = text[1:]
+        return len(text) if text.startswith(shown[: len(text)]) else 0
 
 
 class CompletionLogprobs:

@@ -9,7 +9,7 @@ from typing import Any
 from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
 from nanoengine.serving.answer_items import AnswerItems, Item, Step
 from nanoengine.serving.openai_answers import Event
-from nanoengine.serving.openai_logprobs import TokenBytes, chat_logprobs
+from nanoengine.serving.openai_logprobs import ContentLogprobs, TokenBytes, chat_logprobs
 from nanoengine.serving.responses_requests import ResponsesRequest
 from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.answer_pieces import Kind
@@ -42,7 +42,7 @@ class ResponsesWriter:
         self._answer_id = answer_id
         self._number = 0  # of the next event
         self._items = AnswerItems(parsers.parser("", request.chat.tools))
-        self._entries: list[dict[str, Any]] = []  # log-probabilities that no item has yet
+        self._scores = ContentLogprobs(token_bytes)
         self._head = {
             "id": f"resp_{answer_id}",
             "object": "response",
@@ -64,7 +64,7 @@ class ResponsesWriter:
         (output,) = outputs
         (made,) = output.outputs
         self._read(output)
-        self._events(made.text, self._entries_of(made), made.finish_reason)
+        self._events(made)
         return self._ended(output, made)
 
     def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
@@ -79,7 +79,7 @@ class ResponsesWriter:
         """The events of new deltas."""
         events = []
         for delta in deltas:
-            events += self._events(delta.text, self._entries_of(delta), delta.finish_reason)
+            events += self._events(delta)
         return events
 
     def end(self, outputs: Sequence[RequestOutput]) -> list[Event]:
@@ -97,7 +97,7 @@ class ResponsesWriter:
     def _read(self, output: RequestOutput) -> None:
         """Begin with the answer to a prompt."""
         self._items = AnswerItems(self._parsers.parser(output.prompt or "", self._chat.tools))
-        self._entries = []
+        self._scores = ContentLogprobs(self._token_bytes)
 
     def _ended(self, output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
         """The body of an answer that has ended."""
@@ -111,23 +111,22 @@ class ResponsesWriter:
             "usage": _usage(output, made, self._parsers.num_thoughts(output)),
         }
 
-    def _events(
-        self, text: str, entries: list[dict[str, Any]], finish_reason: str | None
-    ) -> list[Event]:
-        """What new text says, with its log-probabilities: they wait for an item that is a text."""
-        self._entries += entries
+    def _events(self, made: CompletionOutput | StreamDelta) -> list[Event]:
+        """What new text says, with the log-probabilities of texts."""
+        reason = made.finish_reason
+        scores = chat_logprobs(made, self._token_bytes, self._params.logprobs or 0)
+        if scores is not None:
+            self._scores.add(made, scores["content"])
         events: list[Event] = []
-        for step, item, new in self._items.feed(text, finish_reason is not None):
+        for step, item, new in self._items.feed(made.text, reason is not None):
             match step:
                 case Step.BEGINS:
                     events += self._begun(item)
                 case Step.GROWS:
                     events.append(self._grown(item, new))
                 case Step.ENDS:
-                    if self._entries and item.kind is Kind.CONTENT:
-                        events.append(self._grown(item, ""))
-                    is_cut = item is self._items.items[-1] and finish_reason is not None
-                    status = _status(finish_reason) if is_cut else "completed"
+                    is_cut = item is self._items.items[-1] and reason is not None
+                    status = _status(reason) if is_cut else "completed"
                     events += self._done(item, status)
         return events
 
@@ -144,9 +143,9 @@ class ResponsesWriter:
         """More text of an item."""
         rest: dict[str, Any] = {"delta": new}
         if item.kind is Kind.CONTENT:
-            item.entries += self._entries
-            rest["logprobs"] = _without_bytes(self._entries)
-            self._entries = []
+            entries = self._scores.between(item.end - len(new), item.end)
+            item.entries += entries
+            rest["logprobs"] = _without_bytes(entries)
         return self._event(f"{TEXTS[item.kind]}.delta", **self._place(item), **rest)
 
     def _done(self, item: Item, status: str) -> list[Event]:
@@ -194,10 +193,6 @@ class ResponsesWriter:
     ) -> dict[str, Any]:
         rest = {"status": status, "incomplete_details": reason, "output": output, "usage": None}
         return self._head | rest
-
-    def _entries_of(self, made: CompletionOutput | StreamDelta) -> list[dict[str, Any]]:
-        found = chat_logprobs(made, self._token_bytes, self._params.logprobs or 0)
-        return [] if found is None else list(found["content"])
 
 
 def _part(item: Item) -> dict[str, Any]:

@@ -38,14 +38,17 @@ class AnswerParser:
         """tools: reads what `reasoning` leaves. most_calls: later ones are dropped."""
         self._readers = [reader for reader in (reasoning, tools) if reader is not None]
         self._most_calls = most_calls
+        self._end = 0  # of the text so far
 
     def read(self, text: str, is_last: bool) -> list[Piece]:
         """The pieces that more text makes certain; all that is left if it is the last."""
-        pieces = [Piece(Kind.CONTENT, text)] if text else []
+        self._end += len(text)
+        pieces = [Piece(Kind.CONTENT, text, end=self._end)] if text else []
         for reader in self._readers:
             made: list[Piece] = []
             for piece in pieces:
-                made += reader.feed(piece.text) if piece.kind is Kind.CONTENT else [piece]
+                is_read = piece.kind is Kind.CONTENT
+                made += reader.feed(piece.text, piece.end) if is_read else [piece]
             pieces = made + reader.end() if is_last else made
         if self._most_calls is not None:
             pieces = [piece for piece in pieces if piece.call < self._most_calls]

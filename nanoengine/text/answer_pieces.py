@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeVar
 
@@ -23,12 +23,14 @@ class Kind(Enum):
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Text of one kind. call: of a name and of arguments, which call of the answer; a call's name
-    comes once and whole, then its arguments, which are the text of a JSON object.
+    comes once and whole, then its arguments, which are the text of a JSON object. end: of content,
+    where it ends in the answer, in characters.
     """
 
     kind: Kind
     text: str
     call: int = 0
+    end: int = field(default=0, compare=False)
 
 
 Steps = Generator[Piece | None, None, Result]  # None: more text is needed
@@ -43,11 +45,15 @@ class PieceReader(ABC):
     def __init__(self) -> None:
         self.left = ""
         self.has_ended = False
+        self._end = 0  # where what is left ends in the answer
         self._steps = self._read()
 
-    def feed(self, text: str) -> list[Piece]:
-        """The pieces that more text makes certain."""
+    def feed(self, text: str, end: int) -> list[Piece]:
+        """The pieces that more text makes certain. end: where it ends in the answer; but for the
+        first one, it follows the text before without a gap.
+        """
         self.left += text
+        self._end = end
         return self._pieces()
 
     def end(self) -> list[Piece]:
@@ -65,7 +71,7 @@ class PieceReader(ABC):
             if piece is None:
                 break
             if piece.text:
-                found.append(piece)
+                found.append(replace(piece, end=self._end - len(self.left)))
         return found
 
     def take(self, length: int) -> str:
@@ -114,15 +120,22 @@ def first_of(text: str, marks: Iterable[str]) -> tuple[int, str]:
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """The pieces with neighbours of one kind as one; names stay alone."""
+    """The pieces with neighbours of one kind as one; names stay alone, and contents with something
+    between them in the answer.
+    """
     made: list[Piece] = []
     for piece in pieces:
-        last = made[-1] if made else None
-        if last and (last.kind, last.call) == (piece.kind, piece.call) and last.kind != Kind.NAME:
-            made[-1] = Piece(piece.kind, last.text + piece.text, piece.call)
+        if made and _goes_on(made[-1], piece):
+            made[-1] = replace(piece, text=made[-1].text + piece.text)
         else:
             made.append(piece)
     return made
+
+
+def _goes_on(last: Piece, piece: Piece) -> bool:
+    if (last.kind, last.call) != (piece.kind, piece.call) or piece.kind is Kind.NAME:
+        return False
+    return piece.kind is not Kind.CONTENT or last.end == piece.end - len(piece.text)
 
 
 def num_held_back(text: str, stops: Iterable[str]) -> int:

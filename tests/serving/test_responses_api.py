@@ -12,6 +12,7 @@ from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamD
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_answers import error_body
 from nanoengine.serving.openai_keys import EMPTY, IGNORED, RESPONSES
+from nanoengine.serving.openai_logprobs import ContentLogprobs
 from nanoengine.serving.openai_requests import Streaming
 from nanoengine.serving.responses_answers import ResponsesWriter
 from nanoengine.serving.responses_requests import KNOWN, REFUSED, ResponsesRequest, read_responses
@@ -162,6 +163,16 @@ def test_an_answer_has_one_message() -> None:
     cut = made.whole([output("length")])
     assert (cut["status"], cut["output"][0]["status"]) == ("incomplete", "incomplete")
     assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+def test_tokens_that_are_not_shown_as_they_are_move_no_others() -> None:
+    """An answer may begin without the space of its first token, and without special tokens."""
+    tokens = [b"<s>", b" a", b"<s>", b"b", b" c"]
+    entries = [{"token": number} for number in range(len(tokens))]
+    scores = ContentLogprobs(tokens.__getitem__)
+    scores.add(CompletionOutput(0, "ab c", [*range(len(tokens))], "stop"), entries)
+    found = [scores.between(start, end) for start, end in ((0, 1), (1, 2), (3, 4))]
+    assert found == [entries[:2], entries[2:4], entries[4:]]
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])

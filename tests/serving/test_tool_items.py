@@ -8,6 +8,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from starlette.responses import JSONResponse
 from tool_models import CALL, TEMPLATE, TOOLS, tool_model
 
 from nanoengine.errors import RequestError
-from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
+from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.messages_answers import MessagesWriter
 from nanoengine.serving.messages_requests import read_count, read_messages
@@ -175,6 +176,44 @@ def test_a_response_of_three_items(seed: int) -> None:
     responses.Response.model_validate(whole)
     assert whole["output"][:2] == final["output"][:2]
     assert whole["tools"] == FLAT and whole["status"] == "completed"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_log_probabilities_are_those_of_each_texts_own_tokens(seed: int) -> None:
+    """Not of thoughts, calls, marks and the end, whether the answer is whole or a stream."""
+    call = "<tool_call>{", '"name": "now", "arguments": {}}', "</tool_call>"
+    pieces = ["h", "m\n</thi", "nk>\n\nS", "o", ":\n", *call, "\nDo", "ne \xc3", "\xa9", "</s>"]
+    data = [piece.encode("latin-1") for piece in pieces]
+    text = b"".join(data[:-1]).decode()
+    scores = [{i: Logprob(-float(i), 1)} for i in range(len(pieces))]
+    made = CompletionOutput(0, text, [*range(len(pieces))], "stop", logprobs=scores)
+    output = RequestOutput(0, "assistant:<think>\n", [5], [made])
+    request = read_responses({"input": "Hi", "tools": FLAT, "top_logprobs": 1}, SamplingParams())
+    whole = ResponsesWriter(request, "7", "m", data.__getitem__, PARSERS).whole([output])
+    _, first, _, second = whole["output"]
+    found = [
+        [-entry["logprob"] for entry in item["content"][0]["logprobs"]] for item in (first, second)
+    ]
+    assert (first["content"][0]["text"], second["content"][0]["text"]) == ("So:", "\nDone é")
+    assert found == [[2, 3, 4], [8, 9, 10]]
+
+    draw = random.Random(seed)
+    cuts = [0, *sorted(draw.choices(range(len(text)), k=6)), len(text)]
+    starts = [len(b"".join(data[:i]).decode("utf-8", "ignore")) for i in range(len(data))]
+    # A token comes with the first of its text, if not before.
+    counts = [sum(start < cut for start in starts) for cut in cuts[:-1]] + [len(data)]
+    writer = ResponsesWriter(request, "7", "m", data.__getitem__, PARSERS)
+    events = writer.begin(output, 0)
+    for (begin, end), (i, j) in zip(pairwise(cuts), pairwise(counts), strict=True):
+        reason = "stop" if j == len(data) else None
+        delta = StreamDelta(0, 0, text[begin:end], tuple(range(i, j)), reason)
+        events += writer.of([replace(delta, logprobs=tuple(scores[i:j]))], 0)
+    done = [d["item"] for n, d in events if n == "response.output_item.done"]
+    assert [done[1]["content"], done[3]["content"]] == [first["content"], second["content"]]
+    for index, numbers in ((1, found[0]), (3, found[1])):
+        said = [d for n, d in events if n == "response.output_text.delta"]
+        entries = [e for d in said if d["output_index"] == index for e in d["logprobs"]]
+        assert [-entry["logprob"] for entry in entries] == numbers
 
 
 @pytest.mark.parametrize("written", ['{"a": NaN}', '{"a": [1}', "[" * 9000 + "]" * 9000])
