@@ -27,13 +27,14 @@ from nanoengine.serving.openai_keys import (
 )
 from nanoengine.serving.openai_logprobs import (
     CompletionLogprobs,
+    ContentLogprobs,
     TokenBytes,
     chat_logprobs,
     prompt_lists,
     prompt_text,
 )
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
-from nanoengine.text.answer_parser import ChatParsers
+from nanoengine.text.answer_parser import ChatParsers, message_of
 
 Event = tuple[str | None, dict[str, Any]]  # of a stream: its name, if it has one, and its data
 # The types of errors: the client's and the server's.
@@ -65,16 +66,30 @@ def chat_body(
     num_likeliest = request.params.logprobs or 0
     choices = []
     for made in output.outputs:
-        message = parsers.message(made.text, output.prompt or "", request.tools)
+        parser = parsers.parser(output.prompt or "", request.tools)
+        pieces = parser.read(made.text, is_last=True)
+        message = message_of(pieces)
+        logprobs = chat_logprobs(made, token_bytes, num_likeliest)
+        if logprobs is not None and hides_thoughts(request, parsers):
+            scores = ContentLogprobs(token_bytes)
+            scores.add(made, logprobs["content"])
+            logprobs["content"] = scores.of(pieces)
         choice = {
             "index": made.index,
             "message": _message_body(message, request.shows_reasoning),
-            "logprobs": chat_logprobs(made, token_bytes, num_likeliest),
+            "logprobs": logprobs,
             "finish_reason": finish_reason(made.finish_reason, bool(message.tool_calls)),
         }
         choices.append(choice)
     head = answer_head("chatcmpl", answer_id, "chat.completion", model)
     return head | {"choices": choices, "usage": chat_usage(output, parsers)}
+
+
+def hides_thoughts(request: ChatRequest, parsers: ChatParsers) -> bool:
+    """Whether an answer may have thoughts that are not wanted: then log-probabilities are those of
+    its content alone.
+    """
+    return parsers.reasoning is not None and not request.shows_reasoning
 
 
 def _message_body(message: ChatMessage, shows_reasoning: bool) -> dict[str, Any]:

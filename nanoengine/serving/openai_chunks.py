@@ -16,12 +16,14 @@ from nanoengine.serving.openai_answers import (
     chat_usage,
     completion_body,
     finish_reason,
+    hides_thoughts,
     reasoning_body,
     token_counts,
     usage,
 )
 from nanoengine.serving.openai_logprobs import (
     CompletionLogprobs,
+    ContentLogprobs,
     TokenBytes,
     chat_logprobs,
     prompt_lists,
@@ -91,7 +93,9 @@ class ChatChunks(_Chunks):
         self._token_bytes = token_bytes
         self._parsers = parsers
         self._prompt = ""
-        self._begun: dict[int, AnswerParser] = {}  # by the number of the choice
+        # By the number of the choice.
+        self._begun: dict[int, AnswerParser] = {}
+        self._scores: dict[int, ContentLogprobs] = {}
         self._calling: set[int] = set()  # choices that have called a tool
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -116,11 +120,13 @@ class ChatChunks(_Chunks):
             if delta.index not in self._begun:
                 parser = self._parsers.parser(self._prompt, self._request.tools)
                 self._begun[delta.index] = parser
+                self._scores[delta.index] = ContentLogprobs(self._token_bytes)
                 first = {"role": "assistant", "content": ""}
                 chunks.append(self._chunk(_chat_choice(delta.index, first, None, None)))
-            said = self._said(delta)
+            pieces = self._begun[delta.index].read(delta.text, delta.finish_reason is not None)
+            said = self._said(delta.index, pieces)
             reason = finish_reason(delta.finish_reason, delta.index in self._calling)
-            logprobs = chat_logprobs(delta, self._token_bytes, self._request.params.logprobs or 0)
+            logprobs = self._logprobs(delta, pieces)
             if not said and (logprobs is not None or reason is not None):
                 said = [{}]
             for number, each in enumerate(said):
@@ -128,10 +134,19 @@ class ChatChunks(_Chunks):
                 chunks.append(self._chunk(_chat_choice(delta.index, each, scores, end)))
         return chunks
 
-    def _said(self, delta: StreamDelta) -> list[dict[str, Any]]:
-        """What a delta says, a part for each chunk: its text may be held back."""
-        pieces = self._begun[delta.index].read(delta.text, delta.finish_reason is not None)
-        self._calling |= {delta.index for piece in pieces if piece.kind is Kind.NAME}
+    def _logprobs(self, delta: StreamDelta, pieces: list[Piece]) -> dict[str, Any] | None:
+        """Those of a delta, and of its pieces if there may be thoughts that are not wanted."""
+        found = chat_logprobs(delta, self._token_bytes, self._request.params.logprobs or 0)
+        if found is None or not hides_thoughts(self._request, self._parsers):
+            return found
+        scores = self._scores[delta.index]
+        scores.add(delta, found["content"])
+        content = scores.of(pieces)
+        return found | {"content": content} if content else None
+
+    def _said(self, index: int, pieces: list[Piece]) -> list[dict[str, Any]]:
+        """What the pieces of a delta say, a part for each chunk: its text may be held back."""
+        self._calling |= {index for piece in pieces if piece.kind is Kind.NAME}
         made = (_piece_body(piece) for piece in pieces)
         return [body for body in made if self._request.shows_reasoning or "reasoning" not in body]
 

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta, TokenLogprobs
+from nanoengine.text.answer_pieces import Kind, Piece
 
 LOWEST = -9999.0  # JSON has no infinity; OpenAI's number for a token that is very unlikely
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -56,6 +57,11 @@ class ContentLogprobs:
         """More of an answer, and the entries of its tokens."""
         self._text += made.text
         self._waiting += zip(made.token_ids, entries, strict=True)
+
+    def of(self, pieces: Iterable[Piece]) -> list[dict[str, Any]]:
+        """The entries of the tokens that have a part of the contents among some pieces."""
+        contents = (piece for piece in pieces if piece.kind is Kind.CONTENT)
+        return [e for each in contents for e in self.between(each.end - len(each.text), each.end)]
 
     def between(self, start: int, end: int) -> list[dict[str, Any]]:
         """The entries of the tokens that have a part of this text."""

@@ -15,7 +15,7 @@ from live_server import LiveServer, live_server
 from tool_models import CALL, TEMPLATE, TOOLS, WEATHER, tool_model
 
 from nanoengine.errors import ConfigError
-from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
+from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_answers import chat_body
 from nanoengine.serving.openai_chunks import ChatChunks
@@ -158,6 +158,38 @@ def test_chunks_make_the_whole_answer(seed: int) -> None:
     calls = [(call["name"], call["arguments"]) for call in streamed["tool_calls"]]
     assert calls == [("now", "{}"), ("weather", arguments)]
     assert calls == [tuple(call["function"].values()) for call in message["tool_calls"]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_thoughts_that_are_not_wanted_are_not_in_the_log_probabilities(seed: int) -> None:
+    data = [b"h", b"m</thi", b"nk>\n\nS", b"o", b":", b"</s>"]
+    text = b"".join(data[:-1]).decode()
+    scores = [{i: Logprob(-float(i), 1)} for i in range(len(data))]
+    asked = {"messages": HELLO, "stream": True, "logprobs": True, "include_reasoning": False}
+    request = read_request(CHAT, asked, SamplingParams())
+    assert isinstance(request, ChatRequest)
+    made = CompletionOutput(0, text, [*range(len(data))], "stop", logprobs=scores)
+    output = RequestOutput(0, "assistant:<think>\n", [5], [made])
+    given = request, "7", "m", data.__getitem__
+    (choice,) = chat_body(*given, output, PARSERS)["choices"]
+    own = choice["logprobs"]["content"]
+    assert [-entry["logprob"] for entry in own] == [2, 3, 4]
+
+    draw = random.Random(seed)
+    counts = [0, *sorted(draw.choices(range(len(data)), k=3)), len(data)]
+    ends = [len(b"".join(data[: max(0, count - draw.randrange(2))])) for count in counts[:-1]]
+    writer = ChatChunks(*given, PARSERS)
+    events = writer.begin(output, 0)
+    at = 0
+    for (i, j), end in zip(pairwise(counts), [*ends[1:], len(text)], strict=True):
+        reason = "stop" if j == len(data) else None
+        part = text[at : max(at, end)]
+        delta = StreamDelta(0, 0, part, tuple(range(i, j)), reason, logprobs=tuple(scores[i:j]))
+        events += writer.of([delta], 0)
+        at = max(at, end)
+    choices = [chunk["choices"][0] for _, chunk in events]
+    found = [entry for c in choices if c["logprobs"] for entry in c["logprobs"]["content"]]
+    assert found == own
 
 
 @pytest.mark.parametrize(
