@@ -28,11 +28,11 @@ from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, MESSAGES, RESPONSE
 from nanoengine.serving.openai_requests import read_request
 from nanoengine.serving.openapi import body_of, request_schema
 from nanoengine.serving.page import PAGE, chat_page
-from nanoengine.serving.refusals import Refusal, told_of
+from nanoengine.serving.refusals import Refusal
 from nanoengine.serving.report import report
 from nanoengine.serving.responses_answers import ResponsesWriter
 from nanoengine.serving.responses_requests import read_responses
-from nanoengine.serving.service import Service, json_response
+from nanoengine.serving.service import Service, error_response, json_response
 from nanoengine.serving.tokens import TokenEndpoints
 
 
@@ -173,7 +173,7 @@ def _add_errors(app: FastAPI) -> None:
             405: ("method_not_allowed", f"there is no {what}; the path has another method"),
         }.get(status, ("invalid_request", str(error)))
         headers = getattr(error, "headers", None)
-        return _told(request, Refusal(status, code, text, headers=headers))
+        return error_response(request, Refusal(status, code, text, headers=headers))
 
     async def gone(_: Request, __: Exception) -> Response:
         """The client left before its body had come."""
@@ -197,13 +197,6 @@ class _ToldRoute(APIRoute):
             except (HTTPException, ClientDisconnect):
                 raise
             except Exception as error:
-                return _told(request, error)
+                return error_response(request, error)
 
         return told
-
-
-def _told(request: Request, error: Exception) -> Response:
-    answer = told_of(error, request.url.path)
-    response = json_response(answer.body, answer.status)
-    response.headers.update(answer.headers)
-    return response

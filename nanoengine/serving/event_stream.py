@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar
 
@@ -36,6 +36,9 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
 class EventStream(Response):
     """Sends what an iterator gives, and comments while it gives nothing. Ends when the iterator
     does, when the client leaves, or when it reads nothing for a long time.
+
+    The status is sent with the first event or comment. An error before that is an answer of its
+    own, with its status; a later one is the last event.
     """
 
     def __init__(
@@ -44,34 +47,55 @@ class EventStream(Response):
         held: ExitStack,
         keep_alive_seconds: float,
         stall_seconds: float,
+        refusal: Callable[[Exception], Response],
+        failure: Callable[[Exception], bytes],
     ) -> None:
-        """held: what is let go at the end."""
+        """held: what is let go at the end. refusal, failure: the answer that an error is, and the
+        event.
+        """
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._events = events
         self._held = held
         self._keep_alive_seconds = keep_alive_seconds
         self._stall_seconds = stall_seconds
+        self._refusal = refusal
+        self._failure = failure
+        self._refused: Response | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it."""
-        link = _Link(send)
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        link = _Link(send, start)
         tasks: list[asyncio.Task[None]] = []
         with self._held:
             try:
-                start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                await link.send(start)
                 work = self._send_events(link), until_gone(receive), self._keep_alive(link)
                 tasks += map(asyncio.create_task, work)
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 await ended(*tasks)
+        if self._refused is not None:
+            await self._refused(scope, receive, send)
 
     async def _send_events(self, link: _Link) -> None:
-        async with aclosing(self._events) as events:
+        async with aclosing(self._with_error(link)) as events:
             async for data in events:
                 await link.send({"type": "http.response.body", "body": data, "more_body": True})
-        await link.send({"type": "http.response.body", "body": b"", "more_body": False})
+        if self._refused is None:
+            await link.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _with_error(self, link: _Link) -> AsyncGenerator[bytes, None]:
+        """The events; an error is the last one, or the answer if nothing was sent."""
+        try:
+            async with aclosing(self._events) as events:
+                async for data in events:
+                    yield data
+        except Exception as error:
+            if link.is_begun:
+                yield self._failure(error)
+            else:
+                self._refused = self._refusal(error)
 
     async def _keep_alive(self, link: _Link) -> None:
         """Send comments between events; return when the client has read nothing for too long."""
@@ -86,15 +110,19 @@ class EventStream(Response):
 
 
 class _Link:
-    """The way to a client, and whether it is in use."""
+    """The way to a client, and whether it is in use. start: goes before the first message."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, start: dict[str, Any]) -> None:
         self._send = send
-        self.is_sending = self.is_used = self.is_ended = False
+        self._start = start
+        self.is_begun = self.is_sending = self.is_used = self.is_ended = False
 
     async def send(self, message: dict[str, Any]) -> None:
         """Send; waits while the client does not read."""
         self.is_sending = True
+        if not self.is_begun:
+            self.is_begun = True
+            await self._send(self._start)
         self.is_ended = message.get("more_body") is False
         await self._send(message)
         self.is_sending, self.is_used = False, True

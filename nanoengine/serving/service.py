@@ -77,9 +77,14 @@ class Service:
             streams = await unless_gone(request, self._streams(asked, prompts, held))
             if streams is None:
                 return GONE
-            events = self._events(streams, writer, last)
-            seconds = self.options.keep_alive_seconds, self.options.stall_seconds
-            return EventStream(events, held.pop_all(), *seconds)
+            return EventStream(
+                self._events(streams, writer, last),
+                held.pop_all(),
+                self.options.keep_alive_seconds,
+                self.options.stall_seconds,
+                lambda error: error_response(request, error),
+                lambda error: _joined(writer.failed(told_of(error).body)) + last,
+            )
 
     async def _streams(
         self, asked: Asked, prompts: list[Prepared], held: ExitStack
@@ -111,30 +116,35 @@ class Service:
     async def _events(
         self, streams: list[TokenStream], writer: Writer, last: bytes
     ) -> AsyncGenerator[bytes, None]:
-        """The events of a stream; an error is one of them, as the status was sent long ago."""
+        """The events of a stream. Raises its error."""
         latest: dict[int, float] = {}  # of each prompt: when its deltas came
-        try:
-            async for index, deltas in _deltas(streams):
-                now = time.perf_counter()
-                events: list[Event] = []
-                if index in latest:
-                    num_tokens = sum(len(delta.token_ids) for delta in deltas)
-                    self.metrics.gap_ended(now - latest[index], max(1, num_tokens))
-                else:
-                    events += writer.begin(streams[index].begun(), index)
-                latest[index] = now
-                events += writer.of(deltas, index)
-                if events:
-                    yield _joined(events)
-            outputs = [stream.output for stream in streams if stream.output is not None]
-            yield _joined(writer.end(outputs)) + last
-        except Exception as error:
-            yield _joined(writer.failed(told_of(error).body)) + last
+        async for index, deltas in _deltas(streams):
+            now = time.perf_counter()
+            events: list[Event] = []
+            if index in latest:
+                num_tokens = sum(len(delta.token_ids) for delta in deltas)
+                self.metrics.gap_ended(now - latest[index], max(1, num_tokens))
+            else:
+                events += writer.begin(streams[index].begun(), index)
+            latest[index] = now
+            events += writer.of(deltas, index)
+            if events:
+                yield _joined(events)
+        outputs = [stream.output for stream in streams if stream.output is not None]
+        yield _joined(writer.end(outputs)) + last
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:
     """A body as JSON in ASCII, which can hold any text, also half of a surrogate pair."""
     return Response(json.dumps(body).encode(), status, media_type="application/json")
+
+
+def error_response(request: Request, error: Exception) -> Response:
+    """An error in the form of the request's path, with its status and headers."""
+    told = told_of(error, request.url.path)
+    response = json_response(told.body, told.status)
+    response.headers.update(told.headers)
+    return response
 
 
 async def _deltas(

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 from nanoengine.serving.event_stream import EventStream, event, unless_gone
 
@@ -44,10 +45,43 @@ async def sent(client: Client, events: AsyncIterator[bytes], stall_seconds: floa
     released: list[bool] = []
     with ExitStack() as stack:
         stack.callback(released.append, True)
-        stream = EventStream(events, stack.pop_all(), SECONDS, stall_seconds)
+        seconds = SECONDS, stall_seconds
+        stream = EventStream(events, stack.pop_all(), *seconds, refused, failed)
     async with asyncio.timeout(30):
         await stream({"type": "http"}, client.receive, client.send)
     return released == [True]
+
+
+def refused(error: Exception) -> Response:
+    return Response(str(error), 503, {"retry-after": "1"})
+
+
+def failed(error: Exception) -> bytes:
+    return event({"error": str(error)})
+
+
+@pytest.mark.parametrize("pause", [0, SECONDS * 4])
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_error_is_the_answer_until_something_was_sent(pause: float, count: int) -> None:
+    async def events() -> AsyncIterator[bytes]:
+        for number in range(count):
+            yield event({"n": number})
+        await asyncio.sleep(pause)
+        raise ValueError("no")
+
+    async def work() -> None:
+        client = Client()
+        assert await sent(client, events())
+        start, *_, end = client.messages
+        if count or pause:
+            assert start["status"] == 200 and end["more_body"] is False
+            assert client.body.endswith(b'data: {"error":"no"}\n\n')
+            assert client.body.count(b'data: {"n"') == count
+        else:
+            assert start["status"] == 503 and (b"retry-after", b"1") in start["headers"]
+            assert client.body == b"no" and len(client.messages) == 2
+
+    asyncio.run(work())
 
 
 async def three(pause: float = 0) -> AsyncIterator[bytes]:

@@ -16,7 +16,7 @@ import pytest
 from driver import break_engine
 from live_server import LiveServer, events_of, live_server, read_stream, request_bytes, until
 
-from nanoengine.serving.openai_keys import CHAT, COMPLETIONS
+from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 LONG = {"prompt": "long", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 SHORT = LONG | {"max_tokens": 3}
@@ -176,6 +176,26 @@ def test_a_stream_that_waits_gets_comments_and_a_slow_queue_ends_it(
         slow_down(server, 0)
         server.wait_until_idle()
         assert server.post(COMPLETIONS, **SHORT)[0] == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
+def test_an_error_before_a_streams_first_event_is_its_status(
+    tiny: Callable[[str], Path], path: str
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "stream": True}
+    if path in (COMPLETIONS, RESPONSES):
+        del asked["messages"], asked["max_tokens"]
+        asked |= {"prompt" if path == COMPLETIONS else "input": "a"}
+    with live_server(tiny("llama"), {"max_num_seqs": 1}, queue_seconds=0.2) as server:
+        with server.connect(COMPLETIONS, **LONG, stream=True) as first:
+            assert first.recv(100)
+            slow_down(server, 0.05)
+            status, headers, data = server.ask("POST", path, asked)
+        slow_down(server, 0)
+        server.wait_until_idle()
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert headers["content-type"] == "application/json"
+    assert b"waited 0.2 s" in data and not data.startswith(b"data: ")
 
 
 def slow_down(server: LiveServer, seconds: float) -> None:
