@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
 from nanoengine.serving.answer_items import AnswerItems, Item, Step
-from nanoengine.serving.openai_answers import SERVER, Event
+from nanoengine.serving.openai_answers import Event
 from nanoengine.serving.openai_requests import ChatRequest
 from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.answer_pieces import Kind
@@ -87,10 +87,9 @@ class MessagesWriter:
             _event("message_stop"),
         ]
 
-    def failed(self, body: dict[str, Any]) -> list[Event]:
+    def failed(self, status: int, body: dict[str, Any]) -> list[Event]:
         """The event of an error in the middle of a stream; body: OpenAI's error object."""
-        is_ours = body["error"]["type"] == SERVER
-        return [("error", messages_error(500 if is_ours else 400, body))]
+        return [("error", messages_error(status, body))]
 
     def _read(self, output: RequestOutput) -> None:
         """Begin with the answer to a prompt."""

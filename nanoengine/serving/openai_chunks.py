@@ -59,7 +59,7 @@ class _Chunks:
             return []
         return [(None, self._head | {"choices": [], "usage": self._usage(outputs)})]
 
-    def failed(self, body: dict[str, Any]) -> list[Event]:
+    def failed(self, status: int, body: dict[str, Any]) -> list[Event]:
         return [(None, body)]
 
     def _usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class ResponsesWriter:
         whole = self._ended(output, output.outputs[0])
         return [self._event(f"response.{whole['status']}", response=whole)]
 
-    def failed(self, body: dict[str, Any]) -> list[Event]:
+    def failed(self, status: int, body: dict[str, Any]) -> list[Event]:
         """The event of an error in the middle of a stream; body: OpenAI's error object."""
         error = body["error"]
         told = {name: error[name] for name in ("code", "message", "param")}

@@ -83,7 +83,7 @@ class Service:
                 self.options.keep_alive_seconds,
                 self.options.stall_seconds,
                 lambda error: error_response(request, error),
-                lambda error: _joined(writer.failed(told_of(error).body)) + last,
+                lambda error: _failure(writer, error) + last,
             )
 
     async def _streams(
@@ -145,6 +145,11 @@ def error_response(request: Request, error: Exception) -> Response:
     response = json_response(told.body, told.status)
     response.headers.update(told.headers)
     return response
+
+
+def _failure(writer: Writer, error: Exception) -> bytes:
+    told = told_of(error)
+    return _joined(writer.failed(told.status, told.body))
 
 
 async def _deltas(

@@ -24,5 +24,7 @@ class Writer(Protocol):
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The body of an answer that is no stream."""
 
-    def failed(self, body: dict[str, Any]) -> list[Event]:
-        """For an error in the middle of a stream; body: OpenAI's error object."""
+    def failed(self, status: int, body: dict[str, Any]) -> list[Event]:
+        """For an error in the middle of a stream; status: HTTP's, if it were an answer of its own;
+        body: OpenAI's error object.
+        """

@@ -123,7 +123,7 @@ def test_responses(reason: str, asked: dict[str, Any]) -> None:
     assert answer.output_text == " ab"
     error = {"message": "no", "type": "server_error", "param": None, "code": "server_error"}
     events = writer.begin(whole, 0) + writer.of(made, 0) + writer.end([whole])
-    for name, data in [*events, *writer.failed({"error": error})]:
+    for name, data in [*events, *writer.failed(500, {"error": error})]:
         assert fits(openai_responses.ResponseStreamEvent, data).type == name
 
 

@@ -216,6 +216,6 @@ def test_held_back_text_makes_no_event_and_an_error_is_one() -> None:
     made = writer()
     assert made.of([StreamDelta(0, 0, "", (1,))], 0) == []
     error = {"message": "no", "type": "server_error", "param": None, "code": "server_error"}
-    ((name, data),) = made.failed({"error": error})
+    ((name, data),) = made.failed(500, {"error": error})
     assert name == data["type"] == "error"
     assert (data["message"], data["sequence_number"]) == ("no", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
 import threading
@@ -176,6 +177,20 @@ def test_a_stream_that_waits_gets_comments_and_a_slow_queue_ends_it(
         slow_down(server, 0)
         server.wait_until_idle()
         assert server.post(COMPLETIONS, **SHORT)[0] == 200
+
+
+def test_a_stream_of_messages_that_is_ended_says_overloaded(tiny: Callable[[str], Path]) -> None:
+    with live_server(tiny("llama"), drain_seconds=0) as server:
+        slow_down(server, 0.05)
+        asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400}
+        with server.connect(MESSAGES, **asked, stream=True) as link:
+            assert link.recv(100)
+            server.server.should_exit = True
+            found = dechunked(read_stream(link)).decode()
+    last = found.split("\n\n")[-2]
+    assert last.startswith("event: error\n")
+    error = json.loads(last.partition("data: ")[2])["error"]
+    assert error == {"type": "overloaded_error", "message": "the server is stopping"}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
