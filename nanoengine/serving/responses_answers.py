@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
 from nanoengine.serving.answer_items import AnswerItems, Item, Step
-from nanoengine.serving.openai_answers import Event
+from nanoengine.serving.openai_answers import SERVER, Event
 from nanoengine.serving.openai_logprobs import ContentLogprobs, TokenBytes, chat_logprobs
 from nanoengine.serving.responses_requests import ResponsesRequest
 from nanoengine.text.answer_parser import ChatParsers
@@ -21,6 +21,10 @@ TEXTS = {
     Kind.REASONING: "response.reasoning_text",
     Kind.NAME: "response.function_call_arguments",
 }
+
+
+# The codes of OpenAI's failed responses that fit errors here; the others are its server's.
+ERROR_CODES = ("invalid_prompt", "rate_limit_exceeded")
 
 
 class ResponsesWriter:
@@ -70,10 +74,7 @@ class ResponsesWriter:
     def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
         """The events before the first delta."""
         self._read(output)
-        return [
-            self._event(name, response=self._response("in_progress", [], None))
-            for name in ("response.created", "response.in_progress")
-        ]
+        return self._beginning()
 
     def of(self, deltas: Iterable[StreamDelta], prompt_index: int) -> list[Event]:
         """The events of new deltas."""
@@ -89,10 +90,18 @@ class ResponsesWriter:
         return [self._event(f"response.{whole['status']}", response=whole)]
 
     def failed(self, status: int, body: dict[str, Any]) -> list[Event]:
-        """The event of an error in the middle of a stream; body: OpenAI's error object."""
-        error = body["error"]
-        told = {name: error[name] for name in ("code", "message", "param")}
-        return [self._event("error", **told)]
+        """The events of an error in the middle of a stream; body: OpenAI's error object."""
+        code, message = body["error"]["code"], body["error"]["message"]
+        error = {"code": code if code in ERROR_CODES else SERVER, "message": message}
+        begun = [] if self._number else self._beginning()
+        whole = self._response("failed", self._bodies("incomplete"), None) | {"error": error}
+        return [*begun, self._event("response.failed", response=whole)]
+
+    def _beginning(self) -> list[Event]:
+        return [
+            self._event(name, response=self._response("in_progress", [], None))
+            for name in ("response.created", "response.in_progress")
+        ]
 
     def _read(self, output: RequestOutput) -> None:
         """Begin with the answer to a prompt."""
@@ -103,13 +112,18 @@ class ResponsesWriter:
         """The body of an answer that has ended."""
         status = _status(made.finish_reason)
         reason = None if status == "completed" else {"reason": "max_output_tokens"}
-        items = self._items.items
-        bodies = [self._item(each, "completed") for each in items[:-1]]
-        bodies.append(self._item(items[-1], status))
-        return self._response(status, bodies, reason) | {
+        return self._response(status, self._bodies(status), reason) | {
             "completed_at": int(time.time()),
             "usage": _usage(output, made, self._parsers.num_thoughts(output)),
         }
+
+    def _bodies(self, status: str) -> list[dict[str, Any]]:
+        """All items so far; status: of the last one."""
+        last = len(self._items.items) - 1
+        return [
+            self._item(each, status if each.index == last else "completed")
+            for each in self._items.items
+        ]
 
     def _events(self, made: CompletionOutput | StreamDelta) -> list[Event]:
         """What new text says, with the log-probabilities of texts."""

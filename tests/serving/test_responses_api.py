@@ -212,10 +212,23 @@ def test_a_stream_ends_with_the_answer(reason: str) -> None:
     assert data[9]["response"] == whole
 
 
-def test_held_back_text_makes_no_event_and_an_error_is_one() -> None:
-    made = writer()
-    assert made.of([StreamDelta(0, 0, "", (1,))], 0) == []
-    error = {"message": "no", "type": "server_error", "param": None, "code": "server_error"}
-    ((name, data),) = made.failed(500, {"error": error})
-    assert name == data["type"] == "error"
-    assert (data["message"], data["sequence_number"]) == ("no", 0)
+def test_held_back_text_makes_no_event() -> None:
+    assert writer().of([StreamDelta(0, 0, "", (1,))], 0) == []
+
+
+@pytest.mark.parametrize("code", ["server_error", "queue_timeout"])
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_a_stream_that_fails_ends_with_the_response(is_begun: bool, code: str) -> None:
+    made, events = writer(), []
+    if is_begun:
+        events += made.begin(output(), 0) + made.of([StreamDelta(0, 0, "ab", (1,))], 0)
+    error = {"message": "no", "type": "server_error", "param": None, "code": code}
+    events += made.failed(503, {"error": error})
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    assert [name for name, _ in events[:2]] == ["response.created", "response.in_progress"]
+    name, data = events[-1]
+    response = data["response"]
+    assert name == data["type"] == "response.failed" and response["status"] == "failed"
+    assert response["error"] == {"code": "server_error", "message": "no"}  # of OpenAI's codes
+    said = [(each["status"], each["content"][0]["text"]) for each in response["output"]]
+    assert said == ([("incomplete", "ab")] if is_begun else [])
