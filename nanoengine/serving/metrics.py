@@ -1,15 +1,19 @@
 """Metrics: what /metrics shows, with vLLM's names after a prefix.
 
 Gauges and counters are read from the engine's statistics when they are asked for; histograms grow
-as requests end. Each server has a registry of its own.
+with the deltas of streams and the ends of requests. As in vLLM, each completion of a request counts
+for itself, but for the times of a request: those are its first completion's. Each server has a
+registry of its own.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter as Counts
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -21,7 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from nanoengine.api.stats import EngineStats, TierUse
-from nanoengine.outputs import RequestOutput
+from nanoengine.outputs import RequestOutput, StreamDelta
 from nanoengine.serving.engine import TokenStream
 
 SECONDS = (
@@ -44,14 +48,27 @@ HISTOGRAMS = {
     "request_decode_time_seconds": ("from the first token to the end", REQUEST_SECONDS),
     "request_inference_time_seconds": ("from the first step to the end", REQUEST_SECONDS),
     "request_prompt_tokens": ("tokens of a prompt", TOKENS),
-    "request_generation_tokens": ("tokens of the texts of a request", TOKENS),
+    "request_generation_tokens": ("tokens of a text", TOKENS),
 }
 LABELS = ("model_name", "engine")
 ENGINE = "0"  # vLLM numbers its engines; here there is one
 
 
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended. arrival: when it came. last: when each of its texts got its
+    last tokens; sizes: how many each has; ended: those that have ended.
+    """
+
+    num_prompt: int
+    arrival: float
+    last: dict[int, float] = field(default_factory=dict)
+    sizes: Counts[int] = field(default_factory=Counts)
+    ended: set[int] = field(default_factory=set)
+
+
 class Metrics:
-    """Counts ended requests and writes everything in Prometheus' format."""
+    """Counts requests and writes everything in Prometheus' format."""
 
     def __init__(self, prefix: str, model: str, kv_config: Mapping[str, str]) -> None:
         """kv_config: sizes of the KV cache, by name."""
@@ -71,6 +88,7 @@ class Metrics:
             (*LABELS, "finished_reason"),
             registry=self._registry,
         )
+        self._open: dict[TokenStream, _Open] = {}
 
     def text(self, stats: EngineStats) -> bytes:
         """All metrics, with the engine's of this moment."""
@@ -78,36 +96,63 @@ class Metrics:
         return generate_latest(self._registry)
 
     @contextmanager
-    def counted(self, stream: TokenStream) -> Iterator[None]:
-        """Counts a request when the block ends; one that has neither output nor error by then was
-        aborted.
+    def counted(
+        self, stream: TokenStream, num_prompt: int, num_texts: int, arrival: float
+    ) -> Iterator[None]:
+        """Counts a request's texts, those that have not ended before at the end of the block; if
+        the request has neither output nor error by then, they were aborted. arrival: when it came.
         """
+        asked = self._open[stream] = _Open(num_prompt, arrival)
         try:
             yield
         finally:
+            del self._open[stream]
             if stream.output is not None:
-                self._observe(stream.output)
+                self._end_all(asked, stream.output)
             else:
-                self._count_end("abort" if stream.error is None else "error")
+                reason = "abort" if stream.error is None else "error"
+                self._count_end(reason, num_texts - len(asked.ended))
 
-    def gap_ended(self, seconds: float, num_tokens: int) -> None:
-        """A stream got tokens so long after those before."""
-        self._histograms["inter_token_latency_seconds"].observe(seconds / num_tokens)
+    def came(self, stream: TokenStream, deltas: Sequence[StreamDelta]) -> None:
+        """A stream got new deltas just now."""
+        asked, now = self._open[stream], time.perf_counter()
+        if not asked.last and any(delta.token_ids for delta in deltas):
+            self._observe("time_to_first_token_seconds", now - asked.arrival)
+        for delta in deltas:
+            index, num_new = delta.index, len(delta.token_ids)
+            asked.sizes[index] += num_new
+            if index in asked.last:
+                for _ in range(num_new):
+                    gap = (now - asked.last[index]) / num_new
+                    self._observe("inter_token_latency_seconds", gap)
+            if num_new:
+                asked.last[index] = now
+            if delta.finish_reason is not None:
+                self._end(asked, index, delta.finish_reason, asked.sizes[index])
 
-    def _count_end(self, reason: str) -> None:
-        self._ended.labels(**self._labels, finished_reason=reason).inc()
-
-    def _observe(self, output: RequestOutput) -> None:
+    def _end_all(self, asked: _Open, output: RequestOutput) -> None:
         for made in output.outputs:
-            self._count_end(made.finish_reason or "abort")
-        num_out = sum(len(made.token_ids) for made in output.outputs)
-        values = _times(output) | {
-            "request_prompt_tokens": len(output.prompt_token_ids),
-            "request_generation_tokens": num_out,
-        }
-        for name, value in values.items():
-            if value is not None:
-                self._histograms[name].observe(value)
+            if made.index not in asked.ended:
+                self._end(asked, made.index, made.finish_reason or "abort", len(made.token_ids))
+        times = _times(output)
+        if asked.last:  # it was counted when it came
+            times.pop("time_to_first_token_seconds", None)
+        for name, value in times.items():
+            self._observe(name, value)
+
+    def _end(self, asked: _Open, index: int, reason: str, num_tokens: int) -> None:
+        """A text has ended."""
+        asked.ended.add(index)
+        self._count_end(reason, 1)
+        self._observe("request_prompt_tokens", asked.num_prompt)
+        self._observe("request_generation_tokens", num_tokens)
+
+    def _count_end(self, reason: str, num_texts: int) -> None:
+        self._ended.labels(**self._labels, finished_reason=reason).inc(num_texts)
+
+    def _observe(self, name: str, value: float | None) -> None:
+        if value is not None:
+            self._histograms[name].observe(value)
 
 
 def _times(output: RequestOutput) -> dict[str, float | None]:

@@ -91,15 +91,20 @@ class Service:
     ) -> list[TokenStream]:
         """The streams of all prompts, closed with `held`. Raises why one of them is refused."""
         held.enter_context(self.open.room_for(asked.num_completions))
+        arrival = time.perf_counter()
         begun = (self.llm.stream(each.prompt, each.params) for each in prompts)
         found = await asyncio.gather(*begun, return_exceptions=True)
-        streams = [each for each in found if not isinstance(each, BaseException)]
-        for stream in streams:
-            held.enter_context(self.metrics.counted(stream))
-            held.enter_context(self.open.watched(stream))
-        for each in found:
+        streams, refused = [], []
+        for prompt, each in zip(prompts, found, strict=True):
             if isinstance(each, BaseException):
-                raise each
+                refused.append(each)
+                continue
+            sizes = len(prompt.token_ids), prompt.params.n
+            held.enter_context(self.metrics.counted(each, *sizes, arrival))
+            held.enter_context(self.open.watched(each))
+            streams.append(each)
+        if refused:
+            raise refused[0]
         return streams
 
     async def _whole(self, asked: Asked, prompts: list[Prepared], writer: Writer) -> Response:
@@ -117,16 +122,13 @@ class Service:
         self, streams: list[TokenStream], writer: Writer, last: bytes
     ) -> AsyncGenerator[bytes, None]:
         """The events of a stream. Raises its error."""
-        latest: dict[int, float] = {}  # of each prompt: when its deltas came
+        begun: set[int] = set()  # prompts whose first deltas have come
         async for index, deltas in _deltas(streams):
-            now = time.perf_counter()
+            self.metrics.came(streams[index], deltas)
             events: list[Event] = []
-            if index in latest:
-                num_tokens = sum(len(delta.token_ids) for delta in deltas)
-                self.metrics.gap_ended(now - latest[index], max(1, num_tokens))
-            else:
+            if index not in begun:
+                begun.add(index)
                 events += writer.begin(streams[index].begun(), index)
-            latest[index] = now
             events += writer.of(deltas, index)
             if events:
                 yield _joined(events)

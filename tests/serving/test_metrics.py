@@ -14,7 +14,10 @@ from live_server import LiveServer, live_server, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanoengine.api.stats import EngineStats, TierUse
+from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
+from nanoengine.sequence import RequestMetrics
 from nanoengine.serving import report
+from nanoengine.serving.metrics import Metrics
 from nanoengine.serving.openai_keys import COMPLETIONS
 from nanoengine.serving.report import line
 
@@ -83,13 +86,14 @@ def test_what_requests_did_is_counted(server: LiveServer) -> None:
         ("time_to_first_token_seconds", 4),
         ("e2e_request_latency_seconds", 4),
         ("request_queue_time_seconds", 4),
-        ("request_prompt_tokens", 4),
+        ("request_prompt_tokens", 5),
+        ("request_generation_tokens", 5),
         ("request_time_per_output_token_seconds", 2),
     ):
         assert value(f"{name}_count") == count, name
-    assert value("request_prompt_tokens_sum") == 4 * len(PROMPT)
+    assert value("request_prompt_tokens_sum") == 5 * len(PROMPT)
     assert value("request_generation_tokens_sum") == 123
-    assert value("inter_token_latency_seconds_count") > 10
+    assert 30 < value("inter_token_latency_seconds_count") < 60
     sizes = server.on_engine(lambda llm: llm.stats().step_sizes)
     steps = after["vllm:iteration_tokens_total_bucket"]
     assert value("iteration_tokens_total_count") == steps["+Inf",] == sum(sizes.values())
@@ -99,10 +103,71 @@ def test_what_requests_did_is_counted(server: LiveServer) -> None:
 
 def test_a_client_that_leaves_is_counted_as_an_abort(server: LiveServer) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
-    with server.connect(COMPLETIONS, **asked, stream=True) as link:
+    before = figures(server)["vllm:time_to_first_token_seconds_count"][()]
+    with server.connect(COMPLETIONS, **asked | {"n": 4, "temperature": 1}, stream=True) as link:
         assert link.recv(100)
     server.wait_until_idle()
-    assert figures(server)["vllm:request_success_total"]["abort",] == 1
+    after = figures(server)
+    assert after["vllm:request_success_total"]["abort",] == 4
+    assert after["vllm:time_to_first_token_seconds_count"][()] == before + 1
+
+
+class Stream:
+    """What Metrics sees of a TokenStream."""
+
+    output: Any = None
+    error: Any = None
+
+
+def delta(index: int, num_tokens: int, reason: str | None = None) -> StreamDelta:
+    return StreamDelta(0, index, "a", (1,) * num_tokens, reason)
+
+
+def values(metrics: Metrics, name: str) -> dict[str, float]:
+    """The samples of a histogram or a counter, without buckets: by a part of a name or a reason."""
+    families = text_string_to_metric_families(metrics.text(stats(step_sizes={})).decode())
+    (family,) = (each for each in families if each.name == f"nanoengine:{name}")
+    return {
+        sample.labels.get("finished_reason", sample.name.rpartition("_")[2]): sample.value
+        for sample in family.samples
+        if not sample.name.endswith(("_bucket", "_created"))
+    }
+
+
+def test_each_completion_of_a_stream_is_counted_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of one that is aborted: its first token, its gaps, and what had ended before."""
+    now = 100.0
+    monkeypatch.setattr("nanoengine.serving.metrics.time.perf_counter", lambda: now)
+    metrics, stream = Metrics("nanoengine", "m", {"a": "b"}), Stream()
+    with metrics.counted(stream, num_prompt=7, num_texts=3, arrival=98.0):
+        metrics.came(stream, [delta(0, 1), delta(1, 1)])
+        assert values(metrics, "time_to_first_token_seconds") == {"count": 1, "sum": 2}
+        now = 101.0
+        metrics.came(stream, [delta(0, 1), delta(1, 2)])
+        assert values(metrics, "inter_token_latency_seconds") == {"count": 3, "sum": 2}
+        now = 104.0
+        metrics.came(stream, [delta(1, 1, "length"), delta(0, 0)])
+        assert values(metrics, "inter_token_latency_seconds") == {"count": 4, "sum": 5}
+        assert values(metrics, "request_success") == {"length": 1}
+        assert values(metrics, "request_generation_tokens") == {"count": 1, "sum": 4}
+    assert values(metrics, "time_to_first_token_seconds") == {"count": 1, "sum": 2}
+    assert values(metrics, "request_success") == {"length": 1, "abort": 2}
+    assert values(metrics, "request_prompt_tokens") == {"count": 1, "sum": 7}
+
+
+def test_each_text_of_a_whole_answer_is_counted() -> None:
+    metrics, stream = Metrics("nanoengine", "m", {"a": "b"}), Stream()
+    with metrics.counted(stream, num_prompt=7, num_texts=2, arrival=0.0):
+        made = [CompletionOutput(i, "", [1] * (i + 2), "stop") for i in range(2)]
+        times = RequestMetrics(1.0, 2.0, 5.0, 6.0, num_tokens=2)
+        stream.output = RequestOutput(0, None, [1] * 7, made, metrics=times)
+    assert values(metrics, "request_success") == {"stop": 2}
+    assert values(metrics, "request_generation_tokens") == {"count": 2, "sum": 5}
+    assert values(metrics, "request_prompt_tokens") == {"count": 2, "sum": 14}
+    assert values(metrics, "time_to_first_token_seconds") == {"count": 1, "sum": 4}
+    assert values(metrics, "e2e_request_latency_seconds") == {"count": 1, "sum": 5}
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
