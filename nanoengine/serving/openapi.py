@@ -106,6 +106,8 @@ TOKENIZE: Schema = {
         "messages": MESSAGES,
         "add_special_tokens": FLAG,
         "add_generation_prompt": FLAG,
+        "continue_final_message": FLAG,
+        "tools": {"type": "array", "items": TOOL},
         "chat_template_kwargs": OBJECT,
         "return_token_strs": FLAG,
     },

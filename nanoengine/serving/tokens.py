@@ -7,13 +7,25 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from nanoengine.errors import InvalidPromptError, integer, shown
-from nanoengine.serving.openai_keys import check_object
+from nanoengine.errors import InvalidParamsError, InvalidPromptError, integer, shown
+from nanoengine.serving.openai_keys import REFUSED as REFUSED_IN_CHATS
+from nanoengine.serving.openai_keys import check_object, given_keys
 from nanoengine.serving.openai_requests import plain_messages, read_flag, template_kwargs
 from nanoengine.serving.openapi import DETOKENIZE, TOKENIZE, body_of
 from nanoengine.serving.service import Service, json_response
+from nanoengine.text.tools import REQUIRED, read_tools
 
 MAX_ID = (1 << 32) - 1
+SHARED = ("model", "add_special_tokens", "return_token_strs")
+OF_PROMPT = (*SHARED, "prompt")
+OF_CHAT = (
+    *(*SHARED, "messages", "tools", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+OF_TOKENS = ("model", "tokens")
+REFUSED = {name: REFUSED_IN_CHATS[name] for name in ("chat_template",)}
+# Ends the last message while the template writes it; a template that trims texts takes its space.
+END = "(here the message goes on) "
 
 
 class TokenEndpoints:
@@ -43,15 +55,11 @@ class TokenEndpoints:
         return {"chat_template": tokenizer.chat_template, **tokenizer.special_tokens}
 
     def _tokens(self, body: Any) -> dict[str, Any]:
-        given = self._checked(body)
+        is_chat = check_object(body).get("messages") is not None
+        given = self._checked(body, OF_CHAT if is_chat else OF_PROMPT)
         prompts = self._service.prompts
-        is_chat = "messages" in given
         special = read_flag(given, "add_special_tokens", not is_chat)
-        text = given.get("prompt")
-        if is_chat:
-            wants_answer = read_flag(given, "add_generation_prompt", True)
-            kwargs = template_kwargs(given)
-            text = prompts.rendered(plain_messages(given["messages"]), kwargs, wants_answer)
+        text = self._chat_text(given) if is_chat else given.get("prompt")
         if not isinstance(text, str):
             raise InvalidPromptError(f"prompt must be a text, got {shown(text)}")
         ids = prompts.encode(text, special)
@@ -65,18 +73,63 @@ class TokenEndpoints:
             made["token_strs"] = [backend.id_to_token(token_id) for token_id in ids]
         return made
 
+    def _chat_text(self, given: dict[str, Any]) -> str:
+        """A conversation as its template writes it."""
+        prompts, messages = self._service.prompts, plain_messages(given["messages"])
+        wants_answer = read_flag(given, "add_generation_prompt", True)
+        is_open = read_flag(given, "continue_final_message")
+        if is_open and wants_answer:
+            raise InvalidParamsError("continue_final_message needs add_generation_prompt=false")
+        # A choice that any model can follow whose template shows tools.
+        use = read_tools(given["tools"], REQUIRED) if given.get("tools") else None
+        prompts.parsers.check(use)
+        tools = None if use is None else use.tools
+        asked = goes_on(messages) if is_open else messages
+        text = prompts.rendered(asked, template_kwargs(given), wants_answer, tools)
+        return continued(text) if is_open else text
+
     def _text(self, body: Any) -> dict[str, Any]:
-        given = self._checked(body)
+        given = self._checked(body, OF_TOKENS)
         ids = given.get("tokens")
         if not isinstance(ids, list) or not all(_is_id(token_id) for token_id in ids):
             raise InvalidPromptError(f"tokens must be a list of token ids, got {shown(ids)}")
         tokenizer = self._service.facts.tokenizer
         return {"prompt": tokenizer.decode(ids, skip_special_tokens=False)}
 
-    def _checked(self, body: Any) -> dict[str, Any]:
-        given = check_object(body)
+    def _checked(self, body: Any, known: tuple[str, ...]) -> dict[str, Any]:
+        given = given_keys(body, known, REFUSED)
         self._service.check_model(given.get("model"))
         return given
+
+
+def goes_on(messages: Any) -> list[Any]:
+    """The messages with END after the text of the last one. Raises InvalidParamsError."""
+    last: Any = messages[-1] if isinstance(messages, list) and messages else None
+    content: Any
+    match last:
+        case {"content": str(text)}:
+            content = text + END
+        case {"content": [*parts, {"text": str(text)} as part]}:
+            content = [*parts, {**part, "text": text + END}]
+        case _:
+            raise InvalidParamsError(
+                f"continue_final_message needs a text in the last message, got {shown(last)}"
+            )
+    return [*messages[:-1], {**last, "content": content}]
+
+
+def continued(text: str) -> str:
+    """A conversation up to END. Raises InvalidParamsError."""
+    at = text.rfind(END)
+    if at >= 0:
+        return text[:at]
+    at = text.rfind(END.rstrip())
+    if at < 0:
+        raise InvalidParamsError(
+            "continue_final_message does not work with this model: its chat template leaves out "
+            "the end of the last message"
+        )
+    return text[:at].rstrip()
 
 
 def _is_id(value: Any) -> bool:

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 from live_server import SETTINGS, LiveServer, live_server
+from tool_models import TOOLS
 
 import nanoengine
 from nanoengine import LLM, SamplingParams
 from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, RESPONSES
 from nanoengine.serving.openai_keys import MESSAGES as MESSAGES_PATH
+from nanoengine.serving.tokens import continued, goes_on
 
 MESSAGES = [{"role": "user", "content": "hello"}]
+GOES_ON = {"continue_final_message": True}
+OPEN = GOES_ON | {"add_generation_prompt": False}
 GREEDY = {"temperature": 0, "ignore_eos": True}
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
@@ -160,6 +164,38 @@ def test_tokens(server: LiveServer, plain: LLM) -> None:
     assert info["chat_template"].startswith("{% for m in messages %}")
 
 
+def text_of(server: LiveServer, **body: Any) -> str:
+    """The text that /tokenize makes tokens of."""
+    status, found = server.post("/tokenize", **body)
+    assert status == 200, found
+    _, back = server.post("/detokenize", tokens=found["tokens"])
+    return str(back["prompt"])
+
+
+def test_tokens_of_a_message_that_goes_on(server: LiveServer) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "So "}]
+    before = text_of(server, messages=MESSAGES)
+    for content, text in (("So", "So"), ("So ", "So "), (parts, "a\nSo ")):
+        messages = [*MESSAGES, {"role": "assistant", "content": content}]
+        assert text_of(server, messages=messages, **OPEN) == f"{before}{text}"
+        closed = text_of(server, messages=messages, add_generation_prompt=False)
+        assert closed.startswith(f"{before}{text}") and len(closed) > len(before + text)
+
+
+def test_tokens_of_a_message_whose_template_trims_it() -> None:
+    messages = [{"role": "assistant", "content": " So "}]
+    end = goes_on(messages)[-1]["content"]
+    assert continued(f"<{end.strip()}>") == "<So"
+    assert continued(f"<{end}>") == "< So "
+    assert messages == [{"role": "assistant", "content": " So "}]
+
+
+def test_tokens_with_tools(tool_server: LiveServer) -> None:
+    plain = text_of(tool_server, messages=MESSAGES)
+    assert text_of(tool_server, messages=MESSAGES, tools=TOOLS) == f"weather now {plain}"
+    assert text_of(tool_server, messages=MESSAGES, tools=[]) == plain
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "code", "words"),
     [
@@ -179,6 +215,13 @@ def test_tokens(server: LiveServer, plain: LLM) -> None:
         ("POST", COMPLETIONS, [1], 400, "invalid_prompt", "must be a JSON object"),
         ("POST", "/tokenize", {}, 400, "invalid_prompt", "prompt must be a text"),
         ("POST", "/tokenize", {"prompt": "a", "add_special_tokens": 1}, 400, "invalid_value", "tr"),
+        ("POST", "/tokenize", {"prompts": "a"}, 400, "unknown_parameter", "did you mean 'prompt'?"),
+        ("POST", "/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "unknown_parameter", "u"),
+        ("POST", "/tokenize", {"messages": MESSAGES, "tools": [{}]}, 400, "invalid_value", "tools"),
+        ("POST", "/tokenize", {"messages": MESSAGES, "tools": TOOLS}, 400, "invalid_value", "none"),
+        ("POST", "/tokenize", {"messages": MESSAGES} | GOES_ON, 400, "invalid_value", "=false"),
+        ("POST", "/tokenize", {"messages": [5]} | OPEN, 400, "invalid_value", "last message"),
+        ("POST", "/detokenize", {"tokns": [1]}, 400, "unknown_parameter", "did you mean 'tokens'?"),
         ("POST", "/detokenize", {"tokens": [-1]}, 400, "invalid_prompt", "a list of token ids"),
         ("GET", "/v1/models/x", None, 404, "model_not_found", "this server has 'tiny'"),
         ("GET", CHAT, None, 405, "method_not_allowed", "another method"),
