@@ -6,6 +6,7 @@ has max_tokens, so an answer that reaches beyond the context is cut, and says so
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, number, shown
@@ -118,7 +119,9 @@ def _messages(given: dict[str, Any]) -> list[Any]:
     asked = given.get("messages")
     if not isinstance(asked, list) or not asked:
         raise InvalidPromptError(f"messages must be a list of messages, got {shown(asked)}")
-    messages = [made for index, item in enumerate(asked) for made in _of(item, index)]
+    messages: list[dict[str, Any]] = []
+    for _, turns in groupby(enumerate(asked), lambda numbered: _role_of(numbered[1])):
+        messages += _one_turn([made for index, item in turns for made in _of(item, index)])
     if messages[-1]["role"] == "assistant":
         raise InvalidPromptError(
             f"the last message must be the user's, got the assistant's: {OWN_MESSAGE}"
@@ -127,6 +130,28 @@ def _messages(given: dict[str, Any]) -> list[Any]:
         return messages
     system = text_content(given["system"], ("text",), "system")
     return [{"role": "system", "content": system}, *messages]
+
+
+def _role_of(item: Any) -> Any:
+    return item.get("role") if isinstance(item, dict) else None
+
+
+def _one_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of a user or an assistant that follow each other, as Anthropic takes them: as one.
+    Results of tools come first.
+    """
+    results = [each for each in messages if each["role"] == "tool"]
+    said = [each for each in messages if each["role"] != "tool"]
+    if len(said) < 2 or said[0]["role"] == "system":
+        return [*results, *said]
+    whole: dict[str, Any] = {"role": said[0]["role"]}
+    for message in said:
+        for name in message.keys() - {"role"}:
+            value = message[name]
+            if name == "content" and isinstance(value, str):
+                value = [{"type": "text", "text": value}]
+            whole[name] = whole[name] + value if name in whole else value
+    return [*results, whole]
 
 
 def _of(item: Any, index: int) -> list[dict[str, Any]]:

@@ -116,7 +116,8 @@ Names of [other engines](parameters.md) are told what they are here. `null` is n
 - `developer` is another name of the role `system`. Of a content in parts, only texts are read.
 - `chat_template_kwargs` may hold {VARIABLES}.
 - `/v1/responses` keeps nothing, so `store` changes nothing, and a conversation comes whole in
-  `input`. `/v1/messages` goes on after a user's message alone.
+  `input`. `/v1/messages` goes on after a user's message alone; turns of one role that
+  follow each other are one.
 """
 
 

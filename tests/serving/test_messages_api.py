@@ -56,6 +56,40 @@ def test_the_system_text_comes_first_and_blocks_are_texts() -> None:
     assert read(system="").messages == ASKED
 
 
+def talk(*turns: tuple[str, Any]) -> list[Any]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def texts(*parts: str) -> list[Any]:
+    return [{"type": "text", "text": text} for text in parts]
+
+
+def test_turns_of_one_role_are_one() -> None:
+    use = {"type": "tool_use", "id": "c", "name": "now", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "noon"}
+    thoughts = {"type": "thinking", "thinking": "hm", "signature": ""}
+    asked = talk(
+        *(("user", "a"), ("user", texts("b", "c"))),
+        *(("assistant", [thoughts, *texts("d")]), ("assistant", [use])),
+        *(("user", "e"), ("user", [result])),
+        *(("assistant", "f"), ("user", "g")),
+    )
+    function = {"name": "now", "arguments": "{}"}
+    assert read(messages=asked).messages == [
+        {"role": "user", "content": texts("a", "b", "c")},
+        {
+            "role": "assistant",
+            "reasoning_content": "hm",
+            "content": texts("d"),
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+        {"role": "user", "content": "e"},
+        {"role": "assistant", "content": "f"},
+        {"role": "user", "content": "g"},
+    ]
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) -> None:
     neutral, why = REFUSED[name]
