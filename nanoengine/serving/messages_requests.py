@@ -149,8 +149,10 @@ def _one_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for name in message.keys() - {"role"}:
             value = message[name]
             if name == "content" and isinstance(value, str):
-                value = [{"type": "text", "text": value}]
+                value = [{"type": "text", "text": value}] if value else []
             whole[name] = whole[name] + value if name in whole else value
+    if whole.get("content") == []:
+        whole["content"] = ""
     return [*results, whole]
 
 
@@ -178,15 +180,17 @@ def _of(item: Any, index: int) -> list[dict[str, Any]]:
             results.append(result_of(block.get("tool_use_id"), said, here))
         elif kind != ("assistant", "redacted_thinking"):
             texts.append((place, block))
-    if texts or not (results or len(message) > 1):
-        message["content"] = _texts(texts, content, f"{where}.content")
+    if texts:
+        message["content"] = _texts(texts, f"{where}.content")
+    elif role == "assistant" and content and "tool_calls" not in message:
+        message["content"] = ""  # it was thoughts alone
+    elif not (results or len(message) > 1):
+        message["content"] = text_content(content, ("text",), f"{where}.content")
     return [*results, *([message] if len(message) > 1 else [])]
 
 
-def _texts(blocks: list[tuple[int, Any]], content: list[Any], where: str) -> Any:
+def _texts(blocks: list[tuple[int, Any]], where: str) -> list[dict[str, str]]:
     """The blocks of a message that are texts, with their numbers. Raises InvalidPromptError."""
-    if not blocks:
-        return text_content(content, ("text",), where)
     parts = []
     for place, block in blocks:
         text = block.get("text") if isinstance(block, dict) else None

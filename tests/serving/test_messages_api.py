@@ -90,6 +90,19 @@ def test_turns_of_one_role_are_one() -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", ["redacted_thinking", "thinking"])
+def test_an_answer_of_thoughts_alone_says_nothing(kind: str) -> None:
+    block = {"type": kind, "data": "x", "thinking": "hm"}
+    messages = read(messages=talk(("user", "a"), ("assistant", [block]), ("user", "b"))).messages
+    thoughts = {"reasoning_content": "hm"} if kind == "thinking" else {}
+    assert messages[1] == {"role": "assistant", "content": ""} | thoughts
+    twice = talk(("user", "a"), ("assistant", [block]), ("assistant", [block]), ("user", "b"))
+    assert read(messages=twice).messages[1]["content"] == ""
+    more = talk(("user", "a"), ("assistant", [block]), ("assistant", "c"), ("user", "b"))
+    made = read(messages=more).messages[1]
+    assert made == {"role": "assistant", "content": texts("c")} | thoughts
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) -> None:
     neutral, why = REFUSED[name]
@@ -124,6 +137,7 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             """messages[0].content[0] must be {"type": "text", "text": "..."}, got {'type'""",
         ),
+        ({"messages": [{"role": "assistant", "content": []}]}, "messages[0].content must be a"),
         ({"messages": [{"role": "user"}]}, "messages[0].content must be a text or a list"),
         ({"system": [{"type": "image"}]}, "system[0] must be {"),
         ({"stop": "x"}, "unknown key 'stop'"),
