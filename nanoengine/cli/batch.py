@@ -21,9 +21,15 @@ from nanoengine.cli.batch_files import AnswerFile, Line, read_lines, survey
 from nanoengine.cli.flags import engine_config
 from nanoengine.errors import RequestError, shown
 from nanoengine.sampling_params import SamplingParams, seeded
+from nanoengine.serving.answer_forms import OWN_FORM
 from nanoengine.serving.openai_answers import chat_body, completion_body, error_body
 from nanoengine.serving.openai_keys import check_refused
-from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, read_request
+from nanoengine.serving.openai_requests import (
+    ChatRequest,
+    CompletionRequest,
+    named_as_given,
+    read_request,
+)
 from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.detokenizer import token_bytes
 
@@ -143,7 +149,9 @@ class Runner:
         try:
             request = read_request(line.url, line.body, self._model.params)
             check_refused("stream", request.streaming is not None, NO_STREAM)
-            self._open.append(_Open(line, request, self._streams(line, request)))
+            with named_as_given({OWN_FORM: request.form_key}):
+                streams = self._streams(line, request)
+            self._open.append(_Open(line, request, streams))
         except RequestError as error:
             self._refuse(line, error)
 

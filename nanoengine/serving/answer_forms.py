@@ -12,6 +12,7 @@ from nanoengine.errors import InvalidParamsError, shown
 # Where each kind of body has its form; in a chat the schema is one level deeper.
 CHAT_FORMAT, TEXT_FORMAT = "response_format", "text.format"
 OUTPUT_FORMAT = "output_config.format"
+OWN_FORM = "structured_outputs"
 TYPES = ("text", "json_object", "json_schema")
 
 
@@ -27,6 +28,18 @@ def form_of(given: Mapping[str, Any]) -> dict[str, Any]:
             f"{CHAT_FORMAT} and structured_outputs are two forms of one answer; give one of them"
         )
     return {} if form is None else {"structured_outputs": form}
+
+
+def form_key(given: Mapping[str, Any]) -> str:
+    """What a body calls the form of its answer."""
+    keys = (CHAT_FORMAT,), TEXT_FORMAT.split("."), OUTPUT_FORMAT.split(".")
+    for path in keys:
+        asked: Any = given
+        for name in path:
+            asked = asked.get(name) if isinstance(asked, Mapping) else None
+        if isinstance(asked, Mapping) and asked.get("type") != "text":
+            return ".".join(path)
+    return OWN_FORM
 
 
 def form_in(asked: object, where: str) -> dict[str, Any] | None:

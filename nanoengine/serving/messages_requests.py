@@ -11,7 +11,7 @@ from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, number, shown
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.serving.answer_forms import OUTPUT_FORMAT, form_in
+from nanoengine.serving.answer_forms import OUTPUT_FORMAT, OWN_FORM, form_in
 from nanoengine.serving.openai_keys import (
     OWN_MESSAGE,
     Refused,
@@ -30,7 +30,11 @@ from nanoengine.serving.tool_requests import call_of, messages_tools, result_of
 ROLES = ("user", "assistant", "system")
 THINKING = ("enabled", "disabled", "adaptive")
 # What errors about parameters call them.
-NAMES = {"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens"}
+NAMES = {
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+    OWN_FORM: OUTPUT_FORMAT,
+}
 SAME = ("temperature", "top_p", "top_k", "max_tokens")
 KNOWN = (
     *SAME,

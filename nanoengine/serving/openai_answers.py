@@ -16,6 +16,7 @@ from nanoengine.errors import (
     TransferError,
 )
 from nanoengine.outputs import ChatMessage, CompletionOutput, RequestOutput
+from nanoengine.serving.answer_forms import TEXT_FORMAT
 from nanoengine.serving.openai_keys import (
     CHAT,
     COMMON,
@@ -51,7 +52,10 @@ TOO_LONG = "the prompt is too long, this model's maximum context length is excee
 BAD_REQUEST, SERVER_ERROR = 400, 500
 # The key that an endpoint has its prompt in; Anthropic's errors name no key.
 PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
-NAMES = {*PARAMS, *COMMON, *OWN[CHAT], *OWN[COMPLETIONS], "max_output_tokens"}
+NAMES = {
+    *(*PARAMS, *COMMON, *OWN[CHAT], *OWN[COMPLETIONS], "max_output_tokens", "text", TEXT_FORMAT),
+    *("continue_final_message", "add_generation_prompt"),
+}
 
 
 def chat_body(
@@ -215,8 +219,10 @@ def _param(error: RequestError, endpoint: str | None) -> str | None:
     """The key that the error is about, where it is known."""
     if isinstance(error, KeyRefusedError):
         return error.key
-    if isinstance(error, InvalidPromptError | PromptTooLongError):
+    # The text of an error about a parameter begins with its name, or with that of a part of it.
+    name = str(re.findall("^[a-z_.]*", str(error))[0])
+    if isinstance(error, InvalidPromptError | PromptTooLongError) and name != "cache_salt":
         return PROMPTS.get(endpoint or "")
-    # The text of an error about a parameter begins with its name.
-    name = re.match("[a-z_]*", str(error))
-    return name[0] if name and name[0] in NAMES else None
+    while name and name not in NAMES:
+        name = name.rpartition(".")[0]
+    return name or None

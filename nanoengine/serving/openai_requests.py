@@ -7,7 +7,8 @@ cannot be obeyed is refused, never ignored; openai_keys.py has the tables.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams
-from nanoengine.serving.answer_forms import form_of
+from nanoengine.serving.answer_forms import OWN_FORM, form_key, form_of
 from nanoengine.serving.openai_keys import (
     CHAT,
     COMMON,
@@ -59,7 +60,8 @@ class CompletionRequest:
 
     echo: the answer begins with the prompt; echo_only: and ends with it, so what is generated (the
     engine needs one token) is dropped. may_be_cut: max_tokens may reach beyond the context. model:
-    the name in the body, which nobody has checked.
+    the name in the body, which nobody has checked. form_key: what the body calls the form of the
+    answer.
     """
 
     prompts: tuple[str | list[int], ...]
@@ -70,6 +72,7 @@ class CompletionRequest:
     cache_salt: str | None = None
     streaming: Streaming | None = None
     model: str | None = None
+    form_key: str = OWN_FORM
 
     @property
     def num_completions(self) -> int:
@@ -81,8 +84,8 @@ class CompletionRequest:
 class ChatRequest:
     """A conversation to go on with; the chat template checks the messages and the values of its
     variables. may_be_cut: max_tokens may reach beyond the context. model: the name in the body,
-    which nobody has checked. tools: that the model may call; None if there are none.
-    shows_reasoning: whether the answer has the thoughts.
+    which nobody has checked. form_key: what the body calls the form of the answer. tools: that the
+    model may call; None if there are none. shows_reasoning: whether the answer has the thoughts.
     """
 
     messages: Any
@@ -92,6 +95,7 @@ class ChatRequest:
     cache_salt: str | None = None
     streaming: Streaming | None = None
     model: str | None = None
+    form_key: str = OWN_FORM
     tools: ToolUse | None = None
     shows_reasoning: bool = True
 
@@ -125,7 +129,7 @@ def _completion(given: dict[str, Any], defaults: SamplingParams) -> CompletionRe
         params["max_tokens"] = 1
     if echo:
         params["prompt_logprobs"] = params.get("logprobs")
-    made = params_from(defaults, params)
+    made = params_from(defaults, params, {OWN_FORM: form_key(given)})
     prompts = _prompts(given.get("prompt"), made.n)
     may_be_cut = "max_tokens" not in params  # nobody asked for the default
     return CompletionRequest(prompts, made, echo, echo_only, may_be_cut, **common_keys(given))
@@ -137,7 +141,7 @@ def _chat(given: dict[str, Any], defaults: SamplingParams) -> ChatRequest:
     params = {"max_tokens": None} | _params(given) | {"logprobs": _chat_logprobs(given)}
     return ChatRequest(
         plain_messages(given["messages"]),
-        params_from(defaults, params),
+        params_from(defaults, params, {OWN_FORM: form_key(given)}),
         template_kwargs(given),
         **common_keys(given),
         tools=read_tools(
@@ -164,6 +168,7 @@ def common_keys(given: dict[str, Any]) -> dict[str, Any]:
         "cache_salt": read_text(given, "cache_salt"),
         "streaming": _streaming(given),
         "model": read_text(given, "model"),
+        "form_key": form_key(given),
     }
 
 
@@ -261,20 +266,26 @@ def text_content(content: Any, kinds: tuple[str, ...], where: str) -> str | list
 
 
 def params_from(
-    defaults: SamplingParams, given: dict[str, Any], names: Mapping[str, str] | None = None
+    defaults: SamplingParams, given: dict[str, Any], names: Mapping[str, str]
 ) -> SamplingParams:
     """The defaults with fields changed. names: what the body calls fields; errors say it, too.
 
     Raises InvalidParamsError.
     """
-    names = names or {}
-    try:
+    with named_as_given(names):
         _check_sizes(given)
         return replace(defaults, **given)
+
+
+@contextmanager
+def named_as_given(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about fields say what the body calls them: `names`, by field."""
+    try:
+        yield
     except InvalidParamsError as error:
         text = str(error)
         own = next((name for name in names if re.match(rf"{name}\b", text)), None)
-        if own is None:
+        if own is None or names[own] == own:
             raise
         raise InvalidParamsError(names[own] + text.removeprefix(own)) from None
 

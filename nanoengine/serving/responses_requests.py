@@ -11,7 +11,7 @@ from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, shown
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.serving.answer_forms import TEXT_FORMAT, form_in
+from nanoengine.serving.answer_forms import OWN_FORM, TEXT_FORMAT, form_in, form_key
 from nanoengine.serving.openai_keys import (
     IN_KWARGS,
     PARAMS,
@@ -89,7 +89,9 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
     is_parallel = read_flag(given, "parallel_tool_calls", True)
     chat = ChatRequest(
         _messages(given),
-        params_from(defaults, params, {"max_tokens": "max_output_tokens"}),
+        params_from(
+            defaults, params, {"max_tokens": "max_output_tokens", OWN_FORM: form_key(given)}
+        ),
         template_kwargs(given),
         **common_keys(given),
         tools=responses_tools(given.get("tools"), given.get("tool_choice"), is_parallel),

@@ -18,12 +18,14 @@ from starlette.responses import Response
 
 from nanoengine.errors import shown
 from nanoengine.outputs import StreamDelta
+from nanoengine.serving.answer_forms import OWN_FORM
 from nanoengine.serving.engine import Engine, TokenStream
 from nanoengine.serving.event_stream import GONE, EventStream, ended, event, unless_gone
 from nanoengine.serving.guards import read_body
 from nanoengine.serving.metrics import Metrics
 from nanoengine.serving.open_requests import OpenRequests
 from nanoengine.serving.openai_answers import Event
+from nanoengine.serving.openai_requests import named_as_given
 from nanoengine.serving.options import ServerOptions
 from nanoengine.serving.prompts import Asked, Facts, Prepared, Prompts, json_of
 from nanoengine.serving.refusals import Refusal, told_of
@@ -69,6 +71,12 @@ class Service:
         """Generate the texts; send them whole, or as events if that is wanted. last: what a stream
         ends with.
         """
+        with named_as_given({OWN_FORM: asked.form_key}):  # the engine reads the form
+            return await self._answer(request, asked, writer, last)
+
+    async def _answer(
+        self, request: Request, asked: Asked, writer: Writer, last: bytes
+    ) -> Response:
         prompts = await self.prompts_of(asked)
         if asked.streaming is None:
             answer = await unless_gone(request, self._whole(asked, prompts, writer))

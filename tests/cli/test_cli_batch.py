@@ -172,6 +172,7 @@ def test_log_probabilities_are_the_librarys(folder: Path, tmp_path: Path) -> Non
 def test_a_bad_line_is_an_error_and_the_others_go_on(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "banana"}}}
     source = write(
         tmp_path / "in.jsonl",
         [
@@ -183,6 +184,7 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(
             ask("role", CHAT, messages=[{"content": "x"}]),
             ask("second", prompt=[[5], [10**6]]),
             ask("url", "/v1/embeddings", input="x"),
+            ask("form", prompt="x", response_format=form),
             ask("good", prompt="x", max_tokens=2),
         ],
     )
@@ -200,13 +202,15 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(
         "role": "invalid_prompt",
         "second": "invalid_prompt",
         "url": "invalid_request",
+        "form": "invalid_value",
     }
     assert found[None]["response"] is None
     response = found["key"]["response"]
     assert response["status_code"] == 400
     assert response["body"]["error"]["message"] == found["key"]["error"]["message"]
     assert "did you mean 'temperature'?" in found["key"]["error"]["message"]
-    assert "9 requests, 8 with an error" in capsys.readouterr().err
+    assert found["form"]["response"]["body"]["error"]["param"] == "response_format"
+    assert "10 requests, 9 with an error" in capsys.readouterr().err
 
 
 def test_ids_twice_are_refused_before_anything_runs(

@@ -155,6 +155,58 @@ def test_hostile_forms_are_refused(server: LiveServer, form: Any, words: str) ->
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("schema", [{"type": "banana"}, {"enum": ["x" * 99] * 999}])
+@pytest.mark.parametrize(
+    ("endpoint", "own"),
+    [
+        *((CHAT, "response_format"), (COMPLETIONS, "response_format")),
+        *((RESPONSES, "text.format"), (MESSAGES, "output_config.format")),
+    ],
+)
+def test_errors_about_a_form_name_the_key_that_was_sent(
+    server: LiveServer, endpoint: str, own: str, schema: Any, is_stream: bool
+) -> None:
+    body = json.loads(json.dumps(ASKED[endpoint][0]))
+    form = body
+    for name in own.split("."):
+        form = form[name]
+    form.get("json_schema", form)["schema"] = schema
+    status, answer = server.post(endpoint, **body, stream=is_stream)
+    error = answer["error"]
+    assert status == 400 and error["message"].startswith(own)
+    assert "structured_outputs" not in error["message"]
+    assert endpoint == MESSAGES or error["param"] == own
+
+
+def test_errors_name_the_form_of_two_that_is_one(server: LiveServer) -> None:
+    form = {"regex": "(" * 50}
+    plain = {"type": "text"}
+    for endpoint, body in (
+        (CHAT, {"messages": HELLO, "response_format": plain}),
+        (RESPONSES, {"input": "a", "text": {"format": plain}}),
+    ):
+        status, answer = server.post(endpoint, **body, structured_outputs=form)
+        assert (status, answer["error"]["param"]) == (400, "structured_outputs")
+
+
+def test_an_error_about_the_place_of_a_schema_names_its_key(server: LiveServer) -> None:
+    flat = {"type": "json_schema", "schema": 5}
+    for endpoint, body, param in (
+        (CHAT, {"messages": HELLO, "response_format": flat}, "response_format"),
+        (RESPONSES, {"input": "a", "text": {"format": flat}}, "text.format"),
+        (RESPONSES, {"input": "a", "text": 5}, "text"),
+    ):
+        status, answer = server.post(endpoint, **body)
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("salt", [5, "", "\ud800"])
+def test_errors_about_a_salt_name_it(server: LiveServer, salt: Any) -> None:
+    status, answer = server.post(COMPLETIONS, prompt="a", max_tokens=1, cache_salt=salt)
+    assert (status, answer["error"]["param"]) == (400, "cache_salt")
+
+
 def test_grammars_are_compiled_beside_the_engines_thread(server: LiveServer) -> None:
     threads: set[str] = set()
     grammars = server.on_engine(lambda llm: llm.llm_engine.inputs.grammars)
