@@ -35,6 +35,7 @@ OPTIONS = {
     "read_seconds": "what a client gets to send a body in",
     "stall_seconds": "how long a client may read nothing of a stream",
     "keep_alive_seconds": "a stream without a token for so long gets a comment",
+    "idle_seconds": "a connection without a request for so long is closed",
     "max_body_mib": "largest body, MiB",
     "allow_origins": "a web page that may call, https://HOST or *; may be given again",
     "metrics_prefix": "of the names at /metrics: nanoengine or vllm",

@@ -19,6 +19,7 @@ SECONDS = {
     "read_seconds": (0.1, MAX_SECONDS),
     "stall_seconds": (0.1, MAX_SECONDS),
     "keep_alive_seconds": (0.1, MAX_SECONDS),
+    "idle_seconds": (1.0, MAX_SECONDS),
 }
 
 
@@ -35,6 +36,7 @@ class ServerOptions:
     read_seconds: how long a client may take to send a body.
     stall_seconds: how long a client may read nothing of a stream.
     keep_alive_seconds: after so long without a token a stream gets a comment.
+    idle_seconds: how long a connection stays open without a request.
     max_body_mib: largest body.
     allow_origins: web pages that may call, as in https://chat.example, or * for all.
     metrics_prefix: of the names at /metrics.
@@ -56,6 +58,7 @@ class ServerOptions:
     read_seconds: float = 60.0
     stall_seconds: float = 60.0
     keep_alive_seconds: float = 15.0
+    idle_seconds: float = 75.0
     max_body_mib: int = 16
     allow_origins: tuple[str, ...] = ()
     metrics_prefix: str = "nanoengine"

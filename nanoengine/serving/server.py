@@ -39,7 +39,7 @@ async def serve(
 
 def make_server(service: Service, on_start: Callable[[], None]) -> Server:
     """The server of a service; on_start: called when clients can connect."""
-    drain_seconds = service.options.drain_seconds
+    drain_seconds, idle_seconds = service.options.drain_seconds, service.options.idle_seconds
     config = uvicorn.Config(
         make_app(service),
         http="h11",
@@ -50,6 +50,7 @@ def make_server(service: Service, on_start: Callable[[], None]) -> Server:
         server_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
+        timeout_keep_alive=math.ceil(idle_seconds),
         timeout_graceful_shutdown=math.ceil(drain_seconds + GRACE_S),
     )
     return Server(config, service.open, drain_seconds, on_start)

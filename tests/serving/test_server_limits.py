@@ -115,6 +115,20 @@ def test_a_client_that_leaves_within_its_body_is_no_error(
     assert [record.getMessage() for record in caplog.records] == []
 
 
+def test_an_idle_connection_outlives_those_of_clients_and_proxies(
+    tiny: Callable[[str], Path],
+) -> None:
+    """httpx drops its own after 5 s, nginx after 60: who closes first can hit no request."""
+    with live_server(tiny("llama")) as server:
+        assert server.server.config.timeout_keep_alive == 75
+    with live_server(tiny("llama"), idle_seconds=1) as server, server.open() as link:
+        for _ in range(2):
+            link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert link.recv(4096).startswith(b"HTTP/1.1 200 ")
+        start = time.monotonic()
+        assert rest_of(link) == b"" and time.monotonic() - start > 0.9
+
+
 def test_headers_have_a_largest_size(server: LiveServer) -> None:
     with server.open() as link:
         link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 2_000_000 + b"\r\n\r\n")
