@@ -24,7 +24,7 @@ class KeyGuard:
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
-        self._digest = _digest(api_key)
+        self._digest = _digest(api_key.strip())  # HTTP sends no spaces around a value
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401 without the key."""

@@ -77,6 +77,14 @@ def test_the_key_guards_all_but_health_and_the_page(server: LiveServer) -> None:
     assert server.get("/v1/models", x_api_key="secret")[0] == 200
 
 
+def test_spaces_around_a_key_are_no_part_of_it(tiny: Callable[[str], Path]) -> None:
+    """As from a file with a line break; HTTP cannot send them."""
+    with live_server(tiny("llama"), api_key=" key\n") as server:
+        assert server.get("/v1/models", Authorization="Bearer key")[0] == 200
+        assert server.get("/v1/models", x_api_key="key ")[0] == 200
+        assert server.get("/v1/models", Authorization="Bearer ke")[0] == 401
+
+
 def test_a_body_has_a_largest_size(server: LiveServer) -> None:
     status, headers, data = server.ask("POST", CHAT, b" " * ((1 << 20) + 1), **KEY)
     assert status == 413 and b"larger than 1 MiB; --max-body-mib raises" in data
