@@ -68,6 +68,21 @@ TOOL: Schema = {
     },
     "required": ["type", "function"],
 }
+ALLOWED_TOOLS: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "items": TOOL, "minItems": 1},
+            },
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", "allowed_tools"],
+}
 MESSAGES: Schema = {"type": "array", "items": MESSAGE, "minItems": 1}
 PROMPT: Schema = {"anyOf": [TEXT, IDS, TEXTS, {"type": "array", "items": IDS}]}
 FORMAT: Schema = {
@@ -92,7 +107,7 @@ OTHERS: dict[str, Schema] = {
     "chat_template_kwargs": OBJECT,
     "top_logprobs": WHOLE,
     "tools": {"type": "array", "items": TOOL},
-    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, TOOL]},
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, TOOL, ALLOWED_TOOLS]},
     "parallel_tool_calls": FLAG,
     "include_reasoning": FLAG,
     "prompt": PROMPT,

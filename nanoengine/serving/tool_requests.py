@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, shown
-from nanoengine.text.tools import AUTO, NONE, REQUIRED, ToolUse, read_tools
+from nanoengine.text.tools import ALLOWED, AUTO, NONE, REQUIRED, ToolUse, read_tools
 
 # Anthropic's choices: what they are in a chat, where the last one is a name.
 CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE, "tool": ""}
@@ -21,6 +21,9 @@ def responses_tools(tools: Any, choice: Any, is_parallel: bool) -> ToolUse | Non
     """
     if isinstance(choice, Mapping) and "name" in choice:
         choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
+    elif isinstance(choice, Mapping) and choice.get("type") == ALLOWED:
+        some = {"mode": choice.get("mode"), "tools": _each(choice.get("tools"), _of_response)}
+        choice = {"type": ALLOWED, ALLOWED: some}
     names = {".function": ""}
     return _read(_each(tools, _of_response), choice, is_parallel, names)
 

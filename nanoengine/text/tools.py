@@ -18,6 +18,7 @@ from nanoengine.text.tool_syntax import MAX_NAME, Frame, head_of
 MAX_TOOLS = 128
 NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{MAX_NAME}}}")
 NONE, AUTO, REQUIRED = "none", "auto", "required"
+ALLOWED = "allowed_tools"
 NO_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",
     "properties": {},
@@ -75,6 +76,9 @@ def read_tools(tools: object, choice: object = None, is_parallel: bool = True) -
     names = [tool["function"]["name"] for tool in read]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InvalidParamsError(f"tools holds {twice!r} twice; give each its own name")
+    if isinstance(choice, Mapping) and choice.get("type") == ALLOWED:
+        choice, allowed = _allowed(choice.get(ALLOWED), names)
+        read = tuple(tool for tool in read if tool["function"]["name"] in allowed)
     chosen = _choice(choice, names)
     return None if chosen == NONE else ToolUse(read, chosen, is_parallel)
 
@@ -136,6 +140,28 @@ def _choice(choice: object, names: list[str]) -> str:
             'tool_choice must be "none", "auto", "required" or {"type": "function", "function": '
             f'{{"name": ...}}}}, got {shown(choice)}'
         )
+    return _known(name, names)
+
+
+def _allowed(given: object, names: list[str]) -> tuple[str, list[str]]:
+    """The choice among some of the tools, and their names. Raises InvalidParamsError."""
+    asked = given if isinstance(given, Mapping) else {}
+    mode, tools = asked.get("mode"), asked.get("tools")
+    if mode not in (AUTO, REQUIRED) or not isinstance(tools, list | tuple) or not tools:
+        raise InvalidParamsError(
+            f"tool_choice: {ALLOWED} must be an object with a mode, {AUTO} or {REQUIRED}, and "
+            f"tools, got {shown(given)}"
+        )
+    allowed = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        allowed.append(_known(name, names))
+    return str(mode), allowed
+
+
+def _known(name: object, names: list[str]) -> str:
+    """A name of a tool. Raises InvalidParamsError if there is none of this name."""
     if name not in names:
         raise InvalidParamsError(
             f"tool_choice names {shown(name)}, which is not one of tools: {', '.join(names)}"

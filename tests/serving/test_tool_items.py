@@ -24,7 +24,8 @@ from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamD
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.messages_answers import MessagesWriter
 from nanoengine.serving.messages_requests import read_count, read_messages
-from nanoengine.serving.openai_keys import MESSAGES, RESPONSES
+from nanoengine.serving.openai_keys import CHAT, MESSAGES, RESPONSES
+from nanoengine.serving.openai_requests import ChatRequest, read_request
 from nanoengine.serving.responses_answers import ResponsesWriter
 from nanoengine.serving.responses_requests import read_responses
 from nanoengine.text.answer_parser import ChatParsers
@@ -63,6 +64,39 @@ def test_tools_are_those_of_a_chat() -> None:
         assert read_count(body, SamplingParams()).tools == use
     none = {"messages": ASKED, "max_tokens": 9, "tools": CLAUDES, "tool_choice": {"type": "none"}}
     assert read_messages(none, SamplingParams()).tools is None
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_choice_of_some_tools_is_as_if_there_were_no_others(mode: str) -> None:
+    named = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}
+    body = {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": named}}
+    asked = read_request(CHAT, body | {"messages": ASKED}, SamplingParams())
+    assert isinstance(asked, ChatRequest) and asked.tools == ToolUse((TOOLS[1],), mode)
+    flat = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "now"}]}
+    body = {"input": "Hi", "tools": FLAT, "tool_choice": flat}
+    response = read_responses(body, SamplingParams())
+    assert response.chat.tools == asked.tools and response.repeated["tool_choice"] == flat
+
+
+@pytest.mark.parametrize(
+    ("allowed", "words"),
+    [
+        (
+            None,
+            "allowed_tools must be an object with a mode, auto or required, and tools, got None",
+        ),
+        ({"mode": "none", "tools": TOOLS}, "allowed_tools must be an object with a mode"),
+        ({"mode": "auto", "tools": []}, "allowed_tools must be an object with a mode"),
+        ({"mode": "auto", "tools": ["now"]}, "names None, which is not one of tools"),
+        ({"mode": "auto", "tools": [{"function": {"name": "rm"}}]}, "names 'rm', which is not one"),
+        ({"mode": "auto", "tools": [{"function": {"name": ["x"]}}]}, "names ['x'], which is not"),
+    ],
+)
+def test_a_choice_of_some_tools_that_is_wrong(allowed: Any, words: str) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    body = {"messages": ASKED, "tools": TOOLS, "tool_choice": choice}
+    with pytest.raises(RequestError, match=re.escape(words)):
+        read_request(CHAT, body, SamplingParams())
 
 
 def test_calls_and_results_are_messages_of_a_chat() -> None:
