@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
@@ -71,7 +71,8 @@ class PieceReader(ABC):
             if piece is None:
                 break
             if piece.text:
-                found.append(replace(piece, end=self._end - len(self.left)))
+                end = self._end - len(self.left)
+                found.append(Piece(piece.kind, piece.text, piece.call, end))
         return found
 
     def take(self, length: int) -> str:
@@ -126,7 +127,7 @@ def merged(pieces: Iterable[Piece]) -> list[Piece]:
     made: list[Piece] = []
     for piece in pieces:
         if made and _goes_on(made[-1], piece):
-            made[-1] = replace(piece, text=made[-1].text + piece.text)
+            made[-1] = Piece(piece.kind, made[-1].text + piece.text, piece.call, piece.end)
         else:
             made.append(piece)
     return made

@@ -244,6 +244,24 @@ def test_channels(cuts: list[int]) -> None:
         assert calls_of(read(text)) == calls
 
 
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 400), max_size=12))
+def test_contents_know_their_place_in_the_answer(cuts: list[int]) -> None:
+    """Also after thoughts, and with marks and calls between them, which keep them apart."""
+    parts = ("commentary<|message|>Hm", "final<|message|>So:", "analysis<|message|>hm")
+    channels = "<|end|><|start|>assistant".join(f"<|channel|>{part}" for part in parts)
+    thoughts = ReasoningParser(REASONING["qwen3"], True)
+    hermes = ToolParser(BY_NAME["hermes"], SCHEMAS)
+    for parser, text in (
+        (AnswerParser(None, ChannelParser(SCHEMAS), None), channels),
+        (AnswerParser(thoughts, hermes, 1), f"hm\n</think>\n\nHm\n{HERMES}\n{HERMES}So:"),
+    ):
+        found = [p for p in parted(parser, text, cuts) if p.kind is Kind.CONTENT and p.text.strip()]
+        assert [piece.text.strip() for piece in found] == ["Hm", "So:"]
+        for piece in found:
+            assert text[piece.end - len(piece.text) : piece.end] == piece.text
+
+
 @pytest.mark.parametrize(
     ("prompt", "text", "thoughts", "content"),
     [
