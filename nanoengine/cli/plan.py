@@ -37,12 +37,19 @@ class _Machine:
 def plan(args: argparse.Namespace) -> int:
     """Print the forecast of the command line; status 1 if the context cannot be reached."""
     config = engine_config(args)
+    if args.context and config.max_model_len and args.context > config.max_model_len:
+        raise UsageError(
+            f"--context {args.context} is above max_model_len={config.max_model_len}; lower "
+            "--context, or raise --max-model-len"
+        )
     # torch, which the arithmetic names dtypes with, takes a second to import.
     from nanoengine.loading.find_model import read_codes_of, read_config_of
     from nanoengine.startup.forecast import Forecaster
 
     model = read_config_of(config.model)
     machine = _machine(args, _measured(args, config), config.tensor_parallel_size)
+    if config.enable_cpu_offload and not machine.hardware.gpu_bytes:
+        machine.assumed.append("KV offload is left out: a CPU has one memory")
     codes = read_codes_of(config.model) if config.quantization in (None, "gguf") else {}
     made = Forecaster(config, model, machine.hardware, codes).forecast(args.context)
     if args.json:

@@ -194,8 +194,10 @@ class Forecaster:
         return WeightForm(itemsize, method, each, packs=not has_gpu)
 
     def forecast(self, context: int | None) -> Forecast:
-        """The plan that reaches `context` tokens with the fewest settings (None: that of the
-        longest context). Raises OutOfMemoryError if not even a block of KV fits beside weights.
+        """The plan that reaches `context` tokens with the fewest settings (None: max_model_len, or
+        the longest context). What was given of the memory's settings stays, and a max_model_len
+        above `context` is reached, too. Raises OutOfMemoryError if not even a block of KV fits
+        beside weights, or if what was given does not fit.
         """
         free, _ = self._memory.memory()
         if not free:
@@ -203,16 +205,35 @@ class Forecaster:
         try:
             longest = self._longest()
         except OutOfMemoryError as error:
+            if self._given_memory():  # the error names what was given
+                raise
             raise OutOfMemoryError(f"{self._too_large()}: {error}; {self._smaller()}") from error
         most = longest.plan.max_model_len
-        tokens = most if context is None else min(context, most)
-        made = self._forecast(self._cheapest(tokens, longest))
-        if tokens < most:
-            at_most = self._forecast(self._cheapest(most, longest))
+        wanted = max(filter(None, (context, self._config.max_model_len)), default=most)
+        tokens = min(wanted, most)
+        made = self._forecast(self._cheapest(tokens, longest), min(context or tokens, tokens))
+        if made.context < most:
+            at_most = self._forecast(self._cheapest(most, longest), most)
             made = replace(made, longest=at_most.context, longest_tokens_per_s=at_most.tokens_per_s)
-        if context is None or context <= most:
+        if wanted <= most:
             return made
-        return replace(made, refusal=self._refusal(context, longest.plan))
+        return replace(made, refusal=self._refusal(wanted, longest.plan))
+
+    def _given_memory(self) -> list[str]:
+        """The settings of KV's memory that were given."""
+        names = ("kv_cache_gib", "num_gpu_blocks", "kv_offload_gib")
+        return [name for name in names if getattr(self._config, name) is not None]
+
+    def _left_open(self, **planned: Any) -> dict[str, Any]:
+        """Those of the planned settings that were not given."""
+        given, default = self._config, EngineConfig(self._config.model)
+        if given.num_gpu_blocks is not None:  # the other name of kv_cache_gib
+            planned.pop("kv_cache_gib", None)
+        return {
+            name: value
+            for name, value in planned.items()
+            if getattr(given, name) == getattr(default, name)
+        }
 
     def _too_large(self) -> str:
         """How the weights fill the memory."""
@@ -247,7 +268,8 @@ class Forecaster:
     def _longest(self) -> _Fit:
         """The fit with all memory for KV that there is."""
         if not self._hardware.gpu_bytes:
-            return self._fit(kv_cache_gib=self._room_gib(), max_model_len=None)
+            planned = self._left_open(kv_cache_gib=self._room_gib())
+            return self._fit(**planned, max_model_len=None)
         resident = self._try(max_model_len=None)
         if resident is not None and resident.plan.max_model_len == self._model.max_position:
             return resident
@@ -267,15 +289,20 @@ class Forecaster:
             spare = max(1, self._config.decode_reserve_blocks)
             num_bytes = (-(-context // kv.block_size) + spare) * kv.block_bytes
             gib = min(gib_up(num_bytes * self._ranks), self._room_gib())
-            return self._fit(max_model_len=asked, kv_cache_gib=gib)
+            return self._fit(max_model_len=asked, **self._left_open(kv_cache_gib=gib))
         num_bytes = kv.host_bytes_for(context) * self._ranks
         gib = min(gib_up(num_bytes), _gib_down(self._hardware.ram_bytes))
         return self._offloaded(max_model_len=asked, kv_offload_gib=gib)
 
     def _offloaded(self, **settings: Any) -> _Fit:
-        """The fit with KV offload; with smaller steps and a smaller ring if that alone fits."""
+        """The fit with KV offload, of the size that was given or else of this; with smaller steps
+        and a smaller ring if that alone fits.
+        """
         settings |= {"enable_cpu_offload": True}
-        return self._try(**settings) or self._fit(**settings, **SMALL)
+        gib = self._left_open(kv_offload_gib=settings.pop("kv_offload_gib"))
+        return self._try(**settings, **gib) or self._fit(
+            **settings, **gib, **self._left_open(**SMALL)
+        )
 
     def _refusal(self, context: int, longest: MemoryPlan) -> str:
         """Why `context` tokens cannot be reached, and what would reach them."""
@@ -291,9 +318,14 @@ class Forecaster:
         block_bytes = kv.block_bytes * self._ranks
         text = (
             f"the KV of {context:,} tokens takes {in_gib(num_blocks * block_bytes)}, and "
-            f"{in_gib(kv.capacity_blocks * block_bytes)} are left for it; it fits with --ram-gib "
-            f"{math.ceil(gib)}"
+            f"{in_gib(kv.capacity_blocks * block_bytes)} are left for it; "
         )
+        given = [name for name in self._given_memory() if name == "kv_offload_gib"]
+        if not self._hardware.gpu_bytes:
+            given = self._given_memory()
+        if given:
+            return f"{text}raise --{given[0].replace('_', '-')}, or leave it out"
+        text += f"it fits with --ram-gib {math.ceil(gib)}"
         if self._hardware.gpu_bytes and self._config.kv_offload_dtype is None:
             config = replace(self._config, enable_cpu_offload=True, kv_offload_dtype="int8")
             halved = Forecaster(config, self._model, self._hardware, self._codes)
@@ -301,8 +333,8 @@ class Forecaster:
                 text += ", or with --enable-cpu-offload --kv-offload-dtype int8 (lossy)"
         return text
 
-    def _forecast(self, fit: _Fit) -> Forecast:
-        tokens = fit.plan.max_model_len
+    def _forecast(self, fit: _Fit, tokens: int) -> Forecast:
+        """tokens: of the request whose speed it tells."""
         computing, copying = self._step_seconds(fit.plan, tokens)
         speed = 1 / max(computing, copying)
         reserved = 0
@@ -313,7 +345,7 @@ class Forecaster:
             model=self._model,
             plan=fit.plan,
             settings=fit.settings,
-            longest=tokens,
+            longest=fit.plan.max_model_len,
             longest_tokens_per_s=speed,
             context=tokens,
             tokens_per_s=speed,

@@ -149,6 +149,24 @@ def test_a_context_out_of_reach_says_why_and_fails(
     assert "the model has 131,072 positions" in row["refusal"]
 
 
+def test_a_context_above_max_model_len_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [str(folder), *GPU_24, "--max-model-len", "4000", "--context"]
+    assert main(["plan", *flags, "5000"]) == MISUSED
+    assert "--context 5000 is above max_model_len=4000; lower" in capsys.readouterr().err
+    assert plan(capsys, *flags, "3000")["settings"]["max_model_len"] == 4000
+
+
+def test_kv_offload_on_a_cpu_is_left_out_by_name(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--gpu-gib", "0", "--ram-gib", "80", "--context", "1000"]
+    row = plan(capsys, folder, *flags, "--kv-offload-gib", "2")
+    assert "KV offload is left out: a CPU has one memory" in row["assumed"]
+    assert "KV offload" not in str(plan(capsys, folder, *flags)["assumed"])
+
+
 def test_weights_that_do_not_fit_name_what_does(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

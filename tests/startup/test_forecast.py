@@ -63,7 +63,10 @@ def test_the_settings_make_the_plan(
     assert not made.refusal and made.context == (context or made.longest)
     assert made.longest_tokens_per_s <= made.tokens_per_s
     again = forecaster(hardware, model, **made.settings).forecast(context)
-    assert again == made
+    # What it reaches at most is less: its settings stay.
+    assert made == replace(
+        again, longest=made.longest, longest_tokens_per_s=made.longest_tokens_per_s
+    )
     kv = made.plan.kv
     on_device = made.plan.weight_bytes + made.plan.activation_bytes + kv.ring_bytes
     on_device += kv.num_blocks * kv.block_bytes + made.reserved_bytes
@@ -76,6 +79,55 @@ def test_the_settings_make_the_plan(
 def test_what_fits_the_gpu_needs_no_settings() -> None:
     roomy = forecaster(Hardware(141 * GIB, 16 * GIB, 300.0, 25.0)).forecast(5000)
     assert roomy.settings == {"max_model_len": 5000} and not roomy.plan.kv.num_host_blocks
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "given"),
+    [
+        (0, {"num_gpu_blocks": 4}),
+        (0, {"kv_cache_gib": 0.5}),
+        (24, {"kv_offload_gib": 2.0}),
+        (24, {"num_gpu_blocks": 32, "kv_offload_gib": 2.0}),
+        (17.7, {"max_num_batched_tokens": 1024}),
+    ],
+)
+@pytest.mark.parametrize("context", [None, 1000])
+def test_what_the_user_gave_of_memory_stays(
+    gpu_gib: float, given: dict[str, Any], context: int | None
+) -> None:
+    """And the plan says what it reaches."""
+    made = forecaster(Hardware(int(gpu_gib * GIB), 64 * GIB, 300.0, 25.0), **given)
+    found = made.forecast(context)
+    assert found.settings.items() >= given.items() and not found.refusal
+    kv = found.plan.kv
+    if "num_gpu_blocks" in given:
+        assert kv.num_blocks == given["num_gpu_blocks"]
+    if "kv_offload_gib" in given:
+        assert kv.num_host_blocks == int(2 * GIB) // kv.host_block_bytes
+    assert found.longest == made.forecast(None).longest
+    if gpu_gib == 0:
+        assert found.longest < 1024 * 16 and kv.num_blocks * kv.block_bytes <= GIB // 2
+        flag = "--" + next(iter(given)).replace("_", "-")
+        assert f"raise {flag}, or leave it out" in made.forecast(found.longest + 1).refusal
+
+
+def test_more_memory_than_there_is_names_the_setting_alone() -> None:
+    with pytest.raises(
+        OutOfMemoryError, match=r"^kv_cache_gib=90\.0 asks for .*; lower kv_cache_gib"
+    ):
+        forecaster(Hardware(0, 64 * GIB, 20.0, 25.0), kv_cache_gib=90).forecast(None)
+
+
+@pytest.mark.parametrize("gpu_gib", [0, 24])
+def test_max_model_len_stands_in_for_the_context(gpu_gib: int) -> None:
+    hardware = Hardware(gpu_gib * GIB, 64 * GIB, 300.0, 25.0)
+    asked = forecaster(hardware).forecast(50000)
+    assert forecaster(hardware, max_model_len=50000).forecast(None) == asked
+    short = forecaster(hardware, max_model_len=50000).forecast(2000)
+    assert short.plan == asked.plan and short.context == 2000
+    assert short.tokens_per_s > asked.tokens_per_s and short.longest == asked.longest
+    far = forecaster(hardware, max_model_len=LLAMA_8B.max_position + 1).forecast(None)
+    assert f"{LLAMA_8B.max_position + 1:,} were asked for" in far.refusal
 
 
 def test_a_little_more_is_needed_than_is_there() -> None:
