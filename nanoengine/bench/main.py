@@ -19,7 +19,7 @@ import torch
 
 from nanoengine.api.llm import LLM
 from nanoengine.bench.report import first_difference, versions
-from nanoengine.bench.workload import random_requests
+from nanoengine.bench.workload import count, random_requests
 from nanoengine.config.attention import ATTENTION_LIMITS
 from nanoengine.errors import EngineError
 from nanoengine.outputs import RequestOutput
@@ -62,7 +62,7 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
         prompts, params = workload(args, llm.llm_engine.model_config.vocab_size)
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
         start = time.perf_counter()
-        outputs = llm.generate(prompts, params)
+        outputs = answered(llm.generate(prompts, params))
         elapsed = time.perf_counter() - start
         num_in = sum(map(len, prompts))
         num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -85,6 +85,14 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
             "total_tokens_per_s": round((num_in + num_out) / elapsed, 1),
             "peak_memory_mib": round(llm.llm_engine.device.peak_memory_mib(), 1),
         }
+
+
+def answered(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """These outputs. Raises the first error of a request: what failed has no speed."""
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return outputs
 
 
 def offload(args: argparse.Namespace) -> dict[str, Any]:
@@ -140,7 +148,7 @@ def _run_long(args: argparse.Namespace, llm: LLM) -> list[RequestOutput]:
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=args.output_len)
     llm.generate(prompts[0][:8], SamplingParams(max_tokens=2), use_tqdm=False)
     llm.llm_engine.kv.reset_counters()
-    return llm.generate(prompts, params)
+    return answered(llm.generate(prompts, params))
 
 
 def _offload_settings(args: argparse.Namespace, mode: str) -> dict[str, Any]:
@@ -287,16 +295,16 @@ def _offline_arguments(sub: argparse.ArgumentParser) -> None:
     sub.set_defaults(run=offline)
     for name, on_cpu, on_gpu in zip(WORKLOAD, CPU_WORKLOAD, GPU_WORKLOAD, strict=True):
         flag = "--" + name.replace("_", "-")
-        sub.add_argument(flag, type=int, help=f"default: {on_cpu} on a CPU, {on_gpu} on a GPU")
+        sub.add_argument(flag, type=count, help=f"default: {on_cpu} on a CPU, {on_gpu} on a GPU")
     sub.add_argument("--max-num-seqs", type=int, help="requests running at once")
     sub.add_argument("--kv-cache-gib", type=float, help="KV budget")
 
 
 def _offload_arguments(sub: argparse.ArgumentParser) -> None:
     sub.set_defaults(run=offload, max_num_seqs=None, kv_cache_gib=None)
-    sub.add_argument("--input-len", type=int, default=8000, help="tokens of each prompt")
-    sub.add_argument("--output-len", type=int, default=32, help="tokens to generate for each")
-    sub.add_argument("--num-seqs", type=int, default=1, help="requests at once")
+    sub.add_argument("--input-len", type=count, default=8000, help="tokens of each prompt")
+    sub.add_argument("--output-len", type=count, default=32, help="tokens to generate for each")
+    sub.add_argument("--num-seqs", type=count, default=1, help="requests at once")
     sub.add_argument("--num-gpu-blocks", type=int, default=8, help="device blocks when offloading")
     sub.add_argument("--kvcache-block-size", type=int, default=256, help="tokens of a block")
     sub.add_argument("--kv-offload-gib", type=float, default=2.0, help="host KV")
@@ -308,14 +316,14 @@ def _serve_arguments(sub: argparse.ArgumentParser) -> None:
     add("--base-url", default="http://127.0.0.1:8000", help="of the server")
     add("--served-model-name", help="what the server calls the model (default: its first)")
     add("--api-key", help="of the server")
-    add("--vocab-size", type=int, default=32000, help="prompts are ids below it")
-    add("--num-prompts", type=int, default=32, help="requests in all")
-    add("--max-concurrency", type=int, help="requests open at once (default: all)")
+    add("--vocab-size", type=count, default=32000, help="prompts are ids below it")
+    add("--num-prompts", type=count, default=32, help="requests in all")
+    add("--max-concurrency", type=count, help="requests open at once (default: all)")
     add("--request-rate", type=float, help="requests a second, at random times (default: at once)")
-    add("--min-input", type=int, default=64, help="tokens of a prompt, at least")
-    add("--max-input", type=int, default=512, help="and at most")
-    add("--min-output", type=int, default=64, help="tokens of an answer, at least")
-    add("--max-output", type=int, default=256, help="and at most")
+    add("--min-input", type=count, default=64, help="tokens of a prompt, at least")
+    add("--max-input", type=count, default=512, help="and at most")
+    add("--min-output", type=count, default=64, help="tokens of an answer, at least")
+    add("--max-output", type=count, default=256, help="and at most")
     add("--seed", type=int, default=0, help="of prompts, lengths and times")
     add("--timeout", type=float, default=600.0, help="seconds without a byte")
     add("--json", metavar="FILE", help="also write the result here, indented")

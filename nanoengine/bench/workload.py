@@ -1,10 +1,23 @@
-"""The random requests that `offline` and `serve` share: equal for an equal seed and equal sizes."""
+"""The random requests that `offline` and `serve` share, and flags that count.
+
+Requests are equal for an equal seed and equal sizes.
+"""
 
 from __future__ import annotations
 
 import argparse
 import random
 from collections.abc import Iterator
+
+from nanoengine.errors import MAX_COUNT
+
+
+def count(text: str) -> int:
+    """The type of a flag that is a count, from 1."""
+    number = int(text) if text.isascii() and text.isdecimal() else 0
+    if not 1 <= number <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"must be from 1 to {MAX_COUNT}, got {text}")
+    return number
 
 
 def random_requests(

@@ -15,11 +15,12 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import nanoengine
+from nanoengine.bench.workload import count
 from nanoengine.cli.flags import add_engine_flags, add_sampling_flags
 from nanoengine.cli.usage import UsageError, unknown_command, unknown_flag
 from nanoengine.config.engine import MAX_GIB
 from nanoengine.devices.logs import LEVELS, LOG_LEVEL, show_logs
-from nanoengine.errors import MAX_COUNT, TRACEBACK, EngineError
+from nanoengine.errors import TRACEBACK, EngineError
 
 FAILED, MISUSED = 1, 2
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -198,7 +199,7 @@ def _fill_plan(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     wanted = parser.add_argument_group("what is asked, and the machine")
     for flag, kind, metavar, text in (
-        ("--context", _count, "TOKENS", "tokens of a request (default: the longest that fits)"),
+        ("--context", count, "TOKENS", "tokens of a request (default: the longest that fits)"),
         ("--gpu-gib", _amount, "GIB", "memory of each GPU; 0: no GPU (default: what is here)"),
         ("--ram-gib", _positive, "GIB", "RAM that may be taken (default: what is free here)"),
         (
@@ -243,13 +244,6 @@ def _add_common(parser: Parser) -> None:
     parser.add_argument("--quiet", action="store_true", help="nothing but errors on stderr")
     add_sampling_flags(parser)
     add_engine_flags(parser)
-
-
-def _count(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdecimal() else 0
-    if not 1 <= number <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"must be from 1 to {MAX_COUNT}, got {text}")
-    return number
 
 
 def _amount(text: str) -> float:

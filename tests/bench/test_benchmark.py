@@ -53,6 +53,32 @@ def test_offline(bench: Callable[..., Any]) -> None:
     assert result["workload"]["output_tokens"] == 15 and result["output_tokens_per_s"] > 0
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["offline", "--num-seqs", "1", "--min-input", "600", "--max-input", "600"],
+        ["offload", "--num-seqs", "1", "--input-len", "600", *SMALL],
+    ],
+)
+def test_what_no_request_can_be_has_no_speed(
+    bench: Callable[..., Any], arguments: list[str]
+) -> None:
+    """The model has 512 positions."""
+    with pytest.raises(PromptTooLongError, match="600"):
+        bench(*arguments)
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x"])
+def test_counts_begin_with_1(
+    bench: Callable[..., Any], capsys: pytest.CaptureFixture[str], number: str
+) -> None:
+    for arguments in (["offline", "--num-seqs"], ["offload", "--input-len"]):
+        with pytest.raises(SystemExit):
+            bench(*arguments, number)
+        said = f"argument {arguments[1]}: must be from 1 to 2147483647, got {number}"
+        assert said in capsys.readouterr().err
+
+
 def test_offload(bench: Callable[..., Any]) -> None:
     sizes = ["--input-len", "60", "--output-len", "5", "--num-gpu-blocks", "3"]
     result = bench("offload", *sizes, *SMALL)

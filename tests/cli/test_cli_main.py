@@ -90,7 +90,7 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["ruler", "--n-ctx", "2"], "unknown flag '--n-ctx'; here it is max_model_len (see"),
         (["ruler", "smollm2-135m"], "argument 'smollm2-135m'; a model is named by --model (see"),
         (["ruler", "--length", "0"], "--length: must be like 4096 or 1024,2048, got 0"),
-        (["bench", "offline", "--num-seq", "x"], "--num-seqs: invalid int value: 'x'"),
+        (["bench", "offline", "--num-seq", "x"], "--num-seqs: must be from 1 to 2147483647, got x"),
         (["bench", "offline", "--modle", "x"], "did you mean --model? (see nanoengine bench off"),
         (["bench", "ofline"], "invalid choice: 'ofline'"),
     ],
