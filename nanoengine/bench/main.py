@@ -19,7 +19,7 @@ import torch
 
 from nanoengine.api.llm import LLM
 from nanoengine.bench.report import first_difference, versions
-from nanoengine.bench.workload import count, random_requests
+from nanoengine.bench.workload import check_lengths, count, random_requests
 from nanoengine.config.attention import ATTENTION_LIMITS
 from nanoengine.errors import EngineError
 from nanoengine.outputs import RequestOutput
@@ -55,10 +55,11 @@ def run(args: argparse.Namespace) -> None:
 
 def offline(args: argparse.Namespace) -> dict[str, Any]:
     """Answer random prompts of random lengths, all queued at once, greedy, at full length."""
+    for name, value in zip(WORKLOAD, _default_workload(args.device), strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    check_lengths(args)
     with make_llm(args) as llm:
-        for name, value in zip(WORKLOAD, _default_workload(llm), strict=True):
-            if getattr(args, name) is None:
-                setattr(args, name, value)
         prompts, params = workload(args, llm.llm_engine.model_config.vocab_size)
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
         start = time.perf_counter()
@@ -136,6 +137,7 @@ def serve(args: argparse.Namespace) -> dict[str, Any]:
         raise EngineError(
             f"the benchmark of servers needs {error.name}: pip install 'nanoengine[server]'"
         ) from error
+    check_lengths(args)
     return run_serve(args)
 
 
@@ -252,8 +254,10 @@ def make_llm(args: argparse.Namespace, **more: Any) -> LLM:
     return llm
 
 
-def _default_workload(llm: LLM) -> tuple[int, int, int, int, int]:
-    return CPU_WORKLOAD if llm.llm_engine.device.name == "cpu" else GPU_WORKLOAD
+def _default_workload(device: str | None) -> tuple[int, int, int, int, int]:
+    """Those of the device that the model will run on."""
+    is_cpu = device == "cpu" or (device in (None, "auto") and not torch.cuda.is_available())
+    return CPU_WORKLOAD if is_cpu else GPU_WORKLOAD
 
 
 def make_parser(

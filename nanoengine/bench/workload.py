@@ -9,7 +9,7 @@ import argparse
 import random
 from collections.abc import Iterator
 
-from nanoengine.errors import MAX_COUNT
+from nanoengine.errors import MAX_COUNT, ConfigError
 
 
 def count(text: str) -> int:
@@ -18,6 +18,17 @@ def count(text: str) -> int:
     if not 1 <= number <= MAX_COUNT:
         raise argparse.ArgumentTypeError(f"must be from 1 to {MAX_COUNT}, got {text}")
     return number
+
+
+def check_lengths(args: argparse.Namespace) -> None:
+    """Raise ConfigError if the least length of prompts or answers is above the longest."""
+    for kind in ("input", "output"):
+        least, most = (getattr(args, f"{end}_{kind}") for end in ("min", "max"))
+        if least > most:
+            raise ConfigError(
+                f"--min-{kind} {least} is above --max-{kind} {most}; lower --min-{kind}, or raise "
+                f"--max-{kind}"
+            )
 
 
 def random_requests(

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.main import main
 from benchmarks.quantization import TEXT, perplexity
-from nanoengine import LLM, PromptTooLongError
+from nanoengine import LLM, ConfigError, PromptTooLongError
 from nanoengine.config.engine import EngineConfig
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.packaged import DEMO_MODEL as MODEL
@@ -77,6 +77,20 @@ def test_counts_begin_with_1(
             bench(*arguments, number)
         said = f"argument {arguments[1]}: must be from 1 to 2147483647, got {number}"
         assert said in capsys.readouterr().err
+
+
+def test_least_and_longest_are_checked_before_the_model_is_loaded() -> None:
+    """Also where one of them is a default."""
+    for work, model in (("offline", ["--model", "none"]), ("serve", [])):
+        for arguments, said in (
+            (
+                ["--max-input", "32"],
+                r"--min-input \d+ is above --max-input 32; lower --min-input, or",
+            ),
+            (["--min-output", "2000"], "--min-output 2000 is above --max-output"),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                main([work, *model, *arguments])
 
 
 def test_offload(bench: Callable[..., Any]) -> None:
