@@ -105,6 +105,11 @@ NAMES_REFUSED = (
         "download the file, and give its path here",
     ),
     Refusal(
+        r"\.gguf$|^[./~]",
+        "",
+        "check the path, and the current folder if it does not begin with /",
+    ),
+    Refusal(
         r"^(?:hf\.co/|huggingface\.co/)?([\w.-]+/[\w.-]+):([\w.-]+)$",
         "this is llama.cpp's and Ollama's name of a file at the hub",
         r'download the file, as with: hf download \1 --include "*\2*.gguf" --local-dir . and give '
@@ -120,11 +125,6 @@ NAMES_REFUSED = (
         "this is a collection of GGUF files at the hub",
         r'download one, as with: hf download \1 --include "*Q4_0.gguf" --local-dir . and give its '
         "path here",
-    ),
-    Refusal(
-        r"\.gguf$|^[./~]",
-        "",
-        "check the path, and the current folder if it does not begin with /",
     ),
 )
 

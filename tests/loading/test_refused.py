@@ -91,6 +91,8 @@ def test_a_quantization_without_a_name_is_shown(config: object) -> None:
         ("https://example.org/x.gguf", "download the file"),
         ("s3://bucket/model", "download the file"),
         ("/models/x.gguf", "check the path"),
+        ("./nope.gguf", "check the path"),
+        ("models/mymodel.gguf", "check the path"),
         ("~/none", "check the path"),
         ("llama", 'a hub id such as "Qwen/Qwen3-0.6B"'),
     ],
