@@ -149,17 +149,12 @@ def _about_links(
 
 
 def _lines(args: argparse.Namespace, made: Any, machine: _Machine) -> list[str]:
-    from nanoengine.startup.forecast import held_dtype  # imports torch
-
     model, memory, speed = made.model, made.plan, machine.speed
     is_sparse = made.active_bytes < made.whole_bytes
     active = f" ({in_gib(made.active_bytes)} for a token)" if is_sparse else ""
-    method = made.settings.get("quantization")
-    dtype = str(held_dtype(model, memory.kv.dtype, machine.hardware)).removeprefix("torch.")
-    bits = f"{dtype} and {method}" if method else dtype
     lines = [
         f"model     {args.model}: {model.architecture}, {model.num_layers} layers, "
-        f"{in_gib(made.whole_bytes)} of weights{active} in {bits}, "
+        f"{in_gib(made.whole_bytes)} of weights{active} in {made.held_in}, "
         f"{model.max_position:,} positions"
     ]
     for bar in _bars(made, machine.hardware):

@@ -36,6 +36,8 @@ from nanoengine.startup.weight_bytes import (
 CUDA_CONTEXT_BYTES = GIB // 2
 # The share of the memory's bandwidth that a decode step reaches: Llama-3.1-8B's shapes on an H200.
 READ_EFFICIENCY = 0.82
+# Bytes of a weight in a GGUF of 4 bits: Q4_K_M has Q6_K, too. Q5_K takes 0.69.
+FOUR_BITS = 0.65
 # Tokens of a step, and of a layer in a buffer, on a GPU that is full without them.
 SMALL = {"max_num_batched_tokens": 512, "slot_tokens": 4096}
 
@@ -72,7 +74,8 @@ class Forecast:
     """What fits and how fast it is.
 
     plan: the division of memory, with `settings`; as an engine's plan, it is of the first rank.
-    weights: bytes that each rank holds; whole_bytes: that one process would. longest: the most
+    weights: bytes that each rank holds; whole_bytes: that one process would; held_in: as what.
+    longest: the most
     tokens that any settings reach, with its speed. context: tokens of the request that plan,
     settings and tokens_per_s are for. reserved_bytes: of the GPU, not used. active_bytes: of
     whole_bytes, those of a token's experts and of all that is no expert. is_link_bound: copies from
@@ -89,6 +92,7 @@ class Forecast:
     reserved_bytes: int
     weights: tuple[int, ...]
     whole_bytes: int
+    held_in: str
     active_bytes: int
     is_link_bound: bool
     refusal: str = ""
@@ -240,10 +244,13 @@ class Forecaster:
         hardware, whose = self._hardware, ""
         if self._ranks > 1:
             whose = " of a rank" if hardware.gpu_bytes else f" of {self._ranks} ranks"
+        has = f"the {self._where()} has {in_gib(hardware.gpu_bytes or hardware.ram_bytes)}"
+        if hardware.gpu_bytes:
+            usable = max(0, hardware.gpu_bytes - self._reserved_bytes())
+            has += f", of which {in_gib(usable)} are usable"
         return (
-            f"the weights{whose} take {in_gib(self._weight_bytes)} in {self._name_of_dtype()}, the "
-            f"{self._where()} has {in_gib(hardware.gpu_bytes or hardware.ram_bytes)}, and weights "
-            "are not offloaded"
+            f"the weights{whose} take {in_gib(self._weight_bytes)} in {self._held_in()}, {has}, and "
+            "weights are not offloaded"
         )
 
     def _smaller(self) -> str:
@@ -258,7 +265,10 @@ class Forecaster:
                 continue
             loss = "lossy; " if method == "int8" else ""
             ways.append(f"--quantization {method} ({loss}{tokens:,} tokens fit)")
-        ways = ways or ["the model in 4 bits (GGUF, AWQ or GPTQ), or a smaller one"]
+        few_bits = "a smaller model"
+        if not self._has_4_bits():
+            few_bits = "the model in 4 bits (GGUF, AWQ or GPTQ), or a smaller one"
+        ways = ways or [few_bits]
         larger = f"a larger {self._where()} (--{self._where().lower()}-gib)"
         return "take " + ", or ".join([*ways, larger])
 
@@ -337,10 +347,6 @@ class Forecaster:
         """tokens: of the request whose speed it tells."""
         computing, copying = self._step_seconds(fit.plan, tokens)
         speed = 1 / max(computing, copying)
-        reserved = 0
-        if self._hardware.gpu_bytes:
-            share = 1 - self._config.gpu_memory_utilization
-            reserved = int(share * self._hardware.gpu_bytes) + CUDA_CONTEXT_BYTES
         return Forecast(
             model=self._model,
             plan=fit.plan,
@@ -349,12 +355,20 @@ class Forecaster:
             longest_tokens_per_s=speed,
             context=tokens,
             tokens_per_s=speed,
-            reserved_bytes=reserved,
+            reserved_bytes=self._reserved_bytes(),
             weights=tuple(each.held for each in self._weights),
             whole_bytes=self._whole.held,
+            held_in=self._held_in(),
             active_bytes=self._whole.active,
             is_link_bound=copying > computing,
         )
+
+    def _reserved_bytes(self) -> int:
+        """Of a GPU, what gpu_memory_utilization and CUDA's context keep."""
+        if not self._hardware.gpu_bytes:
+            return 0
+        share = 1 - self._config.gpu_memory_utilization
+        return int(share * self._hardware.gpu_bytes) + CUDA_CONTEXT_BYTES
 
     def _step_seconds(self, plan: MemoryPlan, context: int) -> tuple[float, float]:
         """Seconds in which a decode step of one request reads weights and KV, and in which it
@@ -409,9 +423,19 @@ class Forecaster:
         of_a_rank = memory_settings_of_a_rank(config)
         return _Fit(config, plan_memory(of_a_rank, self._part, self._memory, facts, None))
 
-    def _name_of_dtype(self) -> str:
-        method = self._config.quantization
-        return f"{str(self._held_dtype).removeprefix('torch.')}{f' and {method}' if method else ''}"
+    def _held_in(self) -> str:
+        """As what weights are held."""
+        method = self._form.quantization
+        if method == "gguf":
+            return "codes of a GGUF"
+        more = " and int8" if method == "int8" else ""
+        return str(self._held_dtype).removeprefix("torch.") + more
+
+    def _has_4_bits(self) -> bool:
+        """Whether weights of layers are held in about so many."""
+        is_gguf = self._form.quantization == "gguf"
+        of_a_gguf = is_gguf and self._form.codes["layers"] < FOUR_BITS
+        return of_a_gguf or self._model.codes in ("INT4", "MXFP4")
 
 
 def held_dtype(model: ModelConfig, dtype: torch.dtype, hardware: Hardware) -> torch.dtype:

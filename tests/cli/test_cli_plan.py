@@ -279,6 +279,9 @@ def test_codes_on_a_gpu_take_the_bytes_of_the_file(
     plain = plan(capsys, *flags)["memory"]["GPU"]["weights"]
     coded = plan(capsys, *flags, "--quantization", "gguf")["memory"]["GPU"]["weights"]
     assert plain - coded == pytest.approx(saved, abs=1)
+    for method, said in ("gguf", "codes of a GGUF"), ("none", "bfloat16"):
+        assert main(["plan", *map(str, flags), "--quantization", method]) == 0
+        assert f"GiB of weights in {said}, 512 positions" in capsys.readouterr().out
 
 
 def test_fewer_bits_are_named(

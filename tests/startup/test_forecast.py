@@ -276,6 +276,32 @@ def test_no_memory_is_an_error() -> None:
         forecaster(Hardware(0, GIB, 20.0, 25.0)).forecast(None)
 
 
+Q4_K_M = {"layers": {"Q4_K": 85, "Q6_K": 15}, "ends": {"Q4_K": 1, "Q6_K": 1}}
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "codes", "said"),
+    [
+        (
+            5,
+            Q4_K_M,
+            r"take 4.58 GiB in codes of a GGUF, the GPU has 5.00 GiB, of which 4.00 GiB are",
+        ),
+        (5, Q4_K_M, r"; take a smaller model, or a larger GPU"),
+        (0, Q4_K_M, r"take 4.58 GiB in codes of a GGUF, the RAM has 4.00 GiB, and weights"),
+        (0, Q4_K_M, r"; take a smaller model, or a larger RAM"),
+        (5, {"layers": {"Q6_K": 1}}, r"; take the model in 4 bits"),
+    ],
+)
+def test_too_large_says_what_is_usable_and_how_weights_are_held(
+    gpu_gib: int, codes: dict[str, dict[str, int]], said: str
+) -> None:
+    hardware = Hardware(gpu_gib * GIB, 4 * GIB, 300.0, 25.0)
+    config = EngineConfig("m", quantization="gguf" if gpu_gib else None)
+    with pytest.raises(OutOfMemoryError, match=said):
+        Forecaster(config, LLAMA_8B, hardware, codes).forecast(None)
+
+
 def test_a_forecast_never_changes_the_settings_it_was_given() -> None:
     config = EngineConfig("m", max_num_seqs=4)
     made = Forecaster(config, LLAMA_8B, Hardware(24 * GIB, 32 * GIB, 300.0, 25.0)).forecast(90000)
