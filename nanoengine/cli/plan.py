@@ -47,7 +47,7 @@ def plan(args: argparse.Namespace) -> int:
     from nanoengine.startup.forecast import Forecaster
 
     model = read_config_of(config.model)
-    machine = _machine(args, _measured(args, config), config.tensor_parallel_size)
+    machine = _machine(args, _measured(args, config), config)
     if config.enable_cpu_offload and not machine.hardware.gpu_bytes:
         machine.assumed.append("KV offload is left out: a CPU has one memory")
     codes = read_codes_of(config.model) if config.quantization in (None, "gguf") else {}
@@ -66,7 +66,7 @@ def _measured(args: argparse.Namespace, config: EngineConfig) -> MachineSpeed | 
     from nanoengine.cli.measure import machine_name, measure_speed
     from nanoengine.devices.cpu import default_threads
 
-    has_gpu = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available() and config.device != "cpu"
     is_here = args.gpu_gib is None or (args.gpu_gib == 0 and not has_gpu)
     if args.measure and not (is_here and args.read_gbps is None):
         raise UsageError("--measure measures this machine; leave --gpu-gib and --read-gbps out")
@@ -82,20 +82,46 @@ def _measured(args: argparse.Namespace, config: EngineConfig) -> MachineSpeed | 
     return remembered_speed(machine)
 
 
-def _machine(args: argparse.Namespace, speed: MachineSpeed | None, ranks: int) -> _Machine:
+def _gpu_bytes(args: argparse.Namespace, config: EngineConfig, assumed: list[str]) -> int:
+    """Memory of each GPU; 0: there is none. assumed: takes a sentence about GPUs that are not here.
+    Raises UsageError if `device` wants another.
+    """
+    import torch
+
+    is_cpu, is_gpu = config.device == "cpu", config.device not in ("cpu", "auto")
+    if args.gpu_gib is not None:
+        if (is_cpu and args.gpu_gib) or (is_gpu and not args.gpu_gib):
+            raise UsageError(
+                f"device={config.device!r} contradicts --gpu-gib {args.gpu_gib:g}; leave one of "
+                "them out"
+            )
+        return int(args.gpu_gib * GIB)
+    if is_cpu or not torch.cuda.is_available():
+        if is_gpu:
+            raise UsageError(
+                f"device={config.device!r} was asked for, and no such GPU can be seen here; give "
+                "--gpu-gib to plan for one that is elsewhere, or take --device cpu"
+            )
+        return 0
+    ranks = config.tensor_parallel_size
+    here = range(min(ranks, torch.cuda.device_count()))
+    if len(here) < ranks:
+        assumed.append(f"{ranks} GPUs, and {len(here)} can be seen here (--gpu-gib)")
+    return min(torch.cuda.mem_get_info(index)[1] for index in here)
+
+
+def _machine(
+    args: argparse.Namespace, speed: MachineSpeed | None, config: EngineConfig
+) -> _Machine:
     """The machine of the command line, or this one. speed: None: not measured."""
     import torch
 
     from nanoengine.devices.cpu import available_memory, native_dtype
     from nanoengine.startup.forecast import Hardware
 
-    assumed = []
-    gpu_bytes = 0 if args.gpu_gib is None else int(args.gpu_gib * GIB)
-    if args.gpu_gib is None and torch.cuda.is_available():
-        here = range(min(ranks, torch.cuda.device_count()))
-        gpu_bytes = min(torch.cuda.mem_get_info(index)[1] for index in here)
-        if len(here) < ranks:
-            assumed.append(f"{ranks} GPUs, and {len(here)} can be seen here (--gpu-gib)")
+    assumed: list[str] = []
+    ranks = config.tensor_parallel_size
+    gpu_bytes = _gpu_bytes(args, config, assumed)
     ram_bytes = available_memory() if args.ram_gib is None else int(args.ram_gib * GIB)
     if args.ram_gib is None:
         assumed.append("RAM: what is free here (--ram-gib)")

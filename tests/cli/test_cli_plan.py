@@ -124,6 +124,42 @@ def test_gpus_that_are_here(
         assert (said in row["assumed"]) == (size > 2)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--device", "cuda"], "no such GPU can be seen here; give --gpu-gib to plan for one"),
+        (["--device", "cuda:1"], "device='cuda:1' was asked for"),
+        (["--device", "cuda", "--gpu-gib", "0"], "device='cuda' contradicts --gpu-gib 0; leave"),
+        (["--device", "cpu", "--gpu-gib", "24"], "device='cpu' contradicts --gpu-gib 24; leave"),
+    ],
+)
+def test_a_device_that_the_machine_lacks_is_refused(
+    flags: list[str],
+    said: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["plan", str(folder), *flags]) == MISUSED
+    out, err = capsys.readouterr()
+    assert out == "" and said in err
+    assert plan(capsys, folder, *GPU_24, "--device", "cuda", "--context", "9000")
+
+
+def test_a_cpu_that_is_asked_for_has_no_gpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine that has one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda at=0: (0, 48 << 30))
+    for device, name in ("cpu", "cpu"), ("cuda", "cuda"), ("auto", "cuda"):
+        row = plan(capsys, folder, "--ram-gib", "80", "--device", device, "--context", "900")
+        assert row["device"] == name
+
+
 def test_json_holds_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = plan(capsys, folder, *GPU_24, "--context", "100000", "--link-gbps", "50")
     assert row["settings"]["enable_cpu_offload"] is True and row["refusal"] is None
