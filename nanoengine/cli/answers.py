@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nanoengine import SamplingParams, StreamDelta
 from nanoengine.config.engine import EngineConfig
+from nanoengine.text.tokenizer_files import check_tokenizer_is_there
 
 
 @dataclass
@@ -95,7 +97,13 @@ class Model:
 
 @contextmanager
 def open_model(config: EngineConfig, sampling: dict[str, Any], is_quiet: bool) -> Iterator[Model]:
-    """Load the model and say so on stderr. sampling: fields of SamplingParams that were given."""
+    """Load the model and say so on stderr. sampling: fields of SamplingParams that were given.
+
+    Raises ModelNotFoundError, too, for a folder without a tokenizer.
+    """
+    folder = Path(config.model).expanduser()
+    if config.tokenizer is None and folder.is_dir():  # weights take long to load
+        check_tokenizer_is_there(folder)
     start = time.perf_counter()
     if not is_quiet:
         print(f"loading {config.model} ...", file=sys.stderr, flush=True)

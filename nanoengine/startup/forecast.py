@@ -29,6 +29,7 @@ from nanoengine.startup.weight_bytes import (
     are_codes,
     bytes_of_codes,
     experts_become_codes,
+    no_codes,
     weight_bytes,
 )
 
@@ -180,10 +181,12 @@ class Forecaster:
         self._memory: Memory = MemoryShare(machine, self._ranks, of_gpus)
 
     def _weight_form(self) -> WeightForm:
-        """Raises ConfigError for experts that a GPU does not take."""
+        """Raises ConfigError for experts that a GPU does not take, and for codes that are none."""
         config, model, dtype = self._config, self._model, self._dtype
         codes, has_gpu = self._codes or {}, self._hardware.gpu_bytes > 0
         method = _quantization(config, codes, dtype, self._hardware)
+        if method == "gguf" and not (are_codes(codes) or model.codes):
+            raise no_codes(method)
         is_coded = method == "gguf" or (method is None and model.codes)
         is_coded = is_coded or (method == "int8" and experts_become_codes(model))
         is_wide = dtype is not torch.bfloat16 and not is_coded

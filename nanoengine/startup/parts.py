@@ -38,7 +38,9 @@ from nanoengine.models.shard import Sharding
 from nanoengine.models.torch_ops import TorchOps
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, streams
+from nanoengine.startup.weight_bytes import no_codes
 from nanoengine.text.tokenizer import Tokenizer
+from nanoengine.text.tokenizer_files import check_tokenizer_is_there
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ def load_parts(
     sharding: None loads the whole model.
     """
     folder = find_folder(config, device)
+    if config.tokenizer:
+        check_tokenizer_is_there(Path(config.tokenizer).expanduser())
     is_asked = config.generation_config == "auto"
     params = read_sampling_params(folder) if is_asked else SamplingParams()
     with ThreadPoolExecutor(1) as thread:  # parse the vocabulary while weights are packed
@@ -148,6 +152,8 @@ def load_compute_parts(
     method = config.quantization
     ops = _code_ops(config, device, folder, kernels or no_kernels, dtype)
     ops = ops or choose_ops(config, device, kernels, dtype)
+    if method == "gguf" and config.load_format != "dummy" and not holds_codes(folder):
+        raise no_codes(method)
     model = load_model(
         folder,
         config.load_format,
@@ -161,10 +167,7 @@ def load_compute_parts(
         has_mtp=config.num_mtp > 0,
     )
     if method in ("int8", "gguf") and not model.codes:
-        lacks = (
-            "is codes of a GGUF" if method == "gguf" else "has rows of whole blocks of 32 inputs"
-        )
-        raise ConfigError(f"quantization={method!r}: no weight {lacks}; leave it out")
+        raise no_codes(method)
     if config.activation_dtype and not INTEGER_FORMATS.intersection(model.codes):
         held = ", ".join(model.codes)
         raise ConfigError(f"{_asked_rows(config)}; {held} is multiplied as numbers")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nanoengine.config.model import ModelConfig
+from nanoengine.errors import ConfigError
 from nanoengine.models.make_codes import EMBEDDINGS, FORMAT, becomes_codes
 from nanoengine.models.shard import EMBEDDINGS_OF_LAYERS, WHOLE, Shard
 from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, NEVER_CODES, ROUTERS
@@ -93,6 +94,12 @@ def bytes_of_codes(codes: CodeCounts, itemsize: int) -> dict[str, float]:
             num_bytes = sum(n * sizes.get(name, itemsize) for name, n in counts.items())
             found[place] = num_bytes / sum(counts.values())
     return found
+
+
+def no_codes(method: str) -> ConfigError:
+    """The error about a quantization that leaves all weights numbers."""
+    lacks = "is codes of a GGUF" if method == "gguf" else "has rows of whole blocks of 32 inputs"
+    return ConfigError(f"quantization={method!r}: no weight {lacks}; leave it out")
 
 
 def experts_become_codes(model: ModelConfig) -> bool:

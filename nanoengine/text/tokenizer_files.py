@@ -177,18 +177,24 @@ def _try_out(backend: tokenizers.Tokenizer, source: Path) -> None:
         raise CorruptModelError(f"{source} breaks the tokenizer: {_text_of(error)}") from error
 
 
-def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
+def check_tokenizer_is_there(folder: Path) -> None:
+    """Raises ModelNotFoundError for a folder without any of a tokenizer's files."""
     if not folder.is_dir():
         raise ModelNotFoundError(
             f"{shown(str(folder))} has no tokenizer.json, as it is no folder; to take the "
             'tokenizer of a model at the hub, run `hf download MODEL --include "tokenizer*"` and '
             "give the folder that it prints"
         )
-    # Without any file transformers makes an empty tokenizer.
-    if not any(has_file(folder / name) for name in ("vocab.json", "tokenizer.model")):
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any(has_file(folder / name) for name in names):
         raise ModelNotFoundError(
-            f"{shown(str(folder))} has no tokenizer.json, tokenizer.model or vocab.json"
+            f"{shown(str(folder))} has no {names[0]}, {names[1]} or {names[2]}; set tokenizer to a "
+            "folder that has one"
         )
+
+
+def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
+    check_tokenizer_is_there(folder)  # without any file transformers makes an empty tokenizer
     # Imported only for old formats: it takes over a second.
     from transformers import AutoTokenizer
 

@@ -302,6 +302,15 @@ def test_experts_on_a_gpu_run_in_bfloat16_or_as_codes(
     assert main(["plan", folder, *gpu, *flags]) == 0
 
 
+def test_a_model_that_is_no_gguf_has_no_codes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for machine in (GPU_24, ["--gpu-gib", "0", "--ram-gib", "80"]):
+        assert main(["plan", str(folder), *machine, "--quantization", "gguf"]) == FAILED
+        said = "quantization='gguf': no weight is codes of a GGUF; leave it out"
+        assert said in capsys.readouterr().err
+
+
 def test_codes_on_a_gpu_take_the_bytes_of_the_file(
     tiny: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,6 +54,21 @@ def test_a_prompt_is_a_chat_or_a_beginning(
         assert out == answers[kind] + "\n"
         assert f"loading {folder}" in err and f"{kind}: {len(PROMPT)} characters" in err
         assert " 6 out; first token after " in err
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_missing_tokenizer_is_told_before_the_weights_are_read(
+    is_given: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of these weights nothing could be read."""
+    shutil.copy(folder / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    flags = ["--tokenizer", str(tmp_path / "none")] if is_given else []
+    if is_given:
+        shutil.copy(folder / "tokenizer.json", tmp_path)
+    for command in (["run", str(tmp_path), PROMPT], ["chat", str(tmp_path)]):
+        assert main([*command, "--quiet", *FLAGS, *flags]) == FAILED
+        assert "has no tokenizer.json" in capsys.readouterr().err
 
 
 def test_a_model_with_a_chat_template_chats(

@@ -35,6 +35,7 @@ from nanoengine.loading.loader import _FinalWeights
 from nanoengine.models import make_codes as making
 from nanoengine.models.make_codes import becomes_codes, make_codes
 from nanoengine.models.stored_codes import CodedWeight, Weight, numbers_of
+from nanoengine.startup import parts
 
 Tiny = Callable[[str], Path]
 LAYER_WEIGHTS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
@@ -306,6 +307,8 @@ def test_without_a_compiler_the_error_says_so(
 
 
 @needs_compiler
-def test_a_folder_without_codes_is_refused(tiny: Tiny) -> None:
+def test_a_folder_without_codes_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its weights are read."""
+    monkeypatch.setattr(parts, "load_model", None)
     with pytest.raises(ConfigError, match=r"gguf.*no weight is codes of a GGUF; leave it out"):
         make_engine(tiny("llama"), "gguf")
