@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -19,7 +20,7 @@ from nanoengine.bench.workload import count
 from nanoengine.cli.flags import add_engine_flags, add_sampling_flags
 from nanoengine.cli.usage import UsageError, unknown_command, unknown_flag
 from nanoengine.config.engine import MAX_GIB
-from nanoengine.devices.logs import LEVELS, LOG_LEVEL, show_logs
+from nanoengine.devices.logs import LEVELS, LOG_LEVEL, long_work_shown, show_logs
 from nanoengine.errors import TRACEBACK, EngineError
 
 FAILED, MISUSED = 1, 2
@@ -51,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     try:
         try:
-            status = _run(sys.argv[1:] if argv is None else argv)
+            given = sys.argv[1:] if argv is None else argv
+            with nullcontext() if "--quiet" in given else long_work_shown():
+                status = _run(given)
         except SystemExit as end:  # argparse's --help and --version
             status = end.code if isinstance(end.code, int) else 0
         sys.stdout.flush()  # here a missing reader is noticed, and not when Python ends

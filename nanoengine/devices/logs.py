@@ -7,12 +7,16 @@ touches the root logger: what a program does with these records is its own affai
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from nanoengine.errors import shown
 
 LOG_LEVEL = "NANOENGINE_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
 PACKAGE = "nanoengine"
+# extra= of a record about work that takes long and is done once.
+LONG_WORK = {"is_long_work": True}
 
 
 def show_logs(level: str) -> None:
@@ -31,3 +35,34 @@ def show_logs(level: str) -> None:
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     handler.addFilter(lambda _: not logging.root.handlers)
     logger.addHandler(handler)
+
+
+@contextmanager
+def long_work_shown() -> Iterator[None]:
+    """Meanwhile records about LONG_WORK are lines on stderr, each once, as warnings are; not if
+    somebody else shows what the package logs.
+    """
+    logger, told = logging.getLogger(PACKAGE), set[str]()
+
+    def has_reader() -> bool:
+        return any(each.name == PACKAGE for each in logger.handlers)
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        if has_reader() or logging.root.handlers:
+            return False
+        text = record.getMessage()
+        is_news = hasattr(record, "is_long_work") and text not in told
+        told.add(text)
+        return is_news or record.levelno >= logging.WARNING
+
+    level, handler = logger.level, logging.StreamHandler()
+    handler.addFilter(is_shown)
+    if not has_reader():
+        logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        if not has_reader():
+            logger.setLevel(level)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import platform
 import shutil
@@ -16,8 +17,10 @@ from pathlib import Path
 import xxhash
 
 from nanoengine.devices.cache_folders import cache_folders, is_private
+from nanoengine.devices.logs import LONG_WORK
 from nanoengine.errors import EngineError
 
+logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
 CFLAGS = (
     "-std=gnu11",
@@ -95,6 +98,7 @@ def build_library(folder: Path, extra_cflags: tuple[str, ...] = (), source: Path
             os.utime(target)  # says when it was last used
     else:
         _remove_old(folder)
+        logger.info("compiling kernels, once: about half a minute ...", extra=LONG_WORK)
         _compile(command, source, target)
     return target
 

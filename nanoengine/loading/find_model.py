@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from nanoengine.config.engine import A_MODEL
 from nanoengine.config.model import ModelConfig
+from nanoengine.devices.logs import LONG_WORK
 from nanoengine.errors import (
     ConfigError,
     ModelLoadError,
@@ -139,7 +140,7 @@ def _convert_once(path: Path, keeps_codes: bool) -> Path:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
 
     def convert(target: Path) -> str:
-        logger.info("converting %s (once)", path)
+        logger.info("converting %s (once)", path, extra=LONG_WORK)
         return convert_gguf(path, target, keeps_codes)
 
     return model_cache.cached_folder(f"{stem}-{key}", convert)

@@ -52,6 +52,43 @@ def test_a_level_that_does_not_exist_is_a_warning() -> None:
     assert first == f"NANOENGINE_LOG_LEVEL must be one of {levels}, got 'loud'"
 
 
+COMPILES = """
+import logging, sys
+from pathlib import Path
+from nanoengine.cli import run
+from nanoengine.cli.main import main
+from nanoengine.kernels import c_build
+source = Path(sys.argv[1], "answer.c")
+def work(args):
+    for number in 1, 2, 2:
+        source.write_text(f"int answer(void) {{ return {number}; }}")
+        c_build.build_library(source.parent, source=source)
+    logging.getLogger("nanoengine.loading.find_model").info("of no interest")
+    logging.getLogger("nanoengine.loading.find_model").warning("of interest")
+    return 0
+run.run = work
+main(["run", "m", "p", *sys.argv[2:]])
+assert logging.getLogger("nanoengine").handlers == [] or "--log-level" in sys.argv
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        ([], ["compiling kernels, once: about half a minute ...", "of interest"]),
+        (["--quiet"], ["of interest"]),
+        (["--log-level", "warning"], ["WARNING nanoengine.loading.find_model: of interest"]),
+    ],
+)
+def test_the_command_line_says_what_takes_long(
+    flags: list[str], lines: list[str], tmp_path: Path
+) -> None:
+    """A line for two libraries that are compiled; the third is there."""
+    command = [sys.executable, "-c", COMPILES, str(tmp_path), *flags]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    assert ran.stderr.splitlines() == lines
+
+
 def test_every_file_logs_under_its_own_name() -> None:
     named = []
     for path in PACKAGE.rglob("*.py"):
