@@ -8,7 +8,6 @@ with LLM("smollm2-135m") as llm:
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -18,7 +17,7 @@ from typing import Any, NoReturn, Self, Unpack, cast
 from nanoengine.api.beam_search import BeamSearch, BeamSearches, beam_params
 from nanoengine.api.block_map import BlockMap
 from nanoengine.api.chat_rules import ChatRules, MessageReader
-from nanoengine.api.progress import progress_bar
+from nanoengine.api.progress import RequestProgress, progress_bar
 from nanoengine.api.read_stats import block_map, engine_stats
 from nanoengine.api.request_forms import (
     GivenPrompt,
@@ -383,21 +382,16 @@ class LLM:
         self, unfinished: set[int | str], use_tqdm: bool, turn: Turn
     ) -> Iterator[RequestOutput]:
         """Step until every request in `unfinished` has finished; yields their outputs."""
-        num_in = num_out = 0
-        start = time.perf_counter()
         with progress_bar("requests", len(unfinished), use_tqdm and bool(unfinished)) as bar:
+            progress = RequestProgress(bar)
             while unfinished:
                 for output in turn.run(self.llm_engine.step):
                     if output.request_id not in unfinished:
                         continue
                     unfinished.remove(output.request_id)
-                    num_in += len(output.prompt_token_ids)
-                    num_out += sum(len(made.token_ids) for made in output.outputs)
-                    elapsed = time.perf_counter() - start
-                    rates = f"in {num_in / elapsed:.0f} tok/s, out {num_out / elapsed:.0f} tok/s"
-                    bar.set_postfix_str(rates, refresh=False)
-                    bar.update()
+                    progress.add(output)
                     yield output
+                progress.read(lambda: self.llm_engine.outputs.unfinished(map(int, unfinished)))
 
 
 def _warn_of_failures(outputs: Sequence[RequestOutput | BeamSearchOutput]) -> None:

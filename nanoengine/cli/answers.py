@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from nanoengine import SamplingParams, StreamDelta
 from nanoengine.config.engine import EngineConfig
 from nanoengine.text.tokenizer_files import check_tokenizer_is_there
+
+READING_S, READING_EVERY_S = 2.0, 0.2
+ERASED = "\r\x1b[K"  # the line of a terminal
 
 
 @dataclass
@@ -70,6 +74,36 @@ class Statistics:
         )
 
 
+class ReadingLine:
+    """While it is open: a line on stderr, once READING_S have passed, that says how many tokens of
+    a prompt are computed. It is erased in the end.
+    """
+
+    def __init__(self, seq: Any) -> None:
+        """seq: a Sequence. A thread of our own only looks at it."""
+        self._seq = seq
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
+
+    def _show(self) -> None:
+        wait, end = READING_S, ""
+        while not self._has_ended.wait(wait):
+            total = self._seq.num_prompt_tokens
+            done = min(self._seq.num_computed, total)
+            end, text = ERASED, f"{ERASED}reading the prompt: {done} of {total} tokens"
+            print(text, end="", file=sys.stderr, flush=True)
+            wait = READING_EVERY_S
+        print(end, end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+        self._thread.join()
+
+
 class Model:
     """A loaded model, and how its requests are sampled."""
 
@@ -88,6 +122,15 @@ class Model:
         if isinstance(prompt, str):
             return self.llm.stream(prompt, self.params)
         return self.llm.stream_chat(prompt, self.params)
+
+    def deltas(self, stream: Any) -> Iterator[StreamDelta]:
+        """Those of a stream. Until the first, a terminal shows how much of the prompt is read."""
+        is_shown = not self._is_quiet and sys.stderr is not None and sys.stderr.isatty()
+        with ReadingLine(stream.request.seqs[0]) if is_shown else nullcontext():
+            first = next(stream, None)
+        if first is not None:
+            yield first
+            yield from stream
 
     def say(self, text: str) -> None:
         """A line on stderr, unless --quiet."""

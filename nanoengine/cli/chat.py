@@ -105,7 +105,7 @@ class Conversation:
             with self._model.stream([*system, *self._messages]) as stream:
                 for counts in (self._last, self._total):
                     counts.begin(len(stream.request.prompt_token_ids))
-                for delta in stream:
+                for delta in self._model.deltas(stream):
                     for counts in (self._last, self._total):
                         counts.add(delta)
                     pieces.append(delta.text)

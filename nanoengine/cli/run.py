@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         pieces: list[str] = []
         with model.stream(messages if is_chat else prompt) as stream:
             statistics.begin(len(stream.request.prompt_token_ids))
-            for delta in stream:
+            for delta in model.deltas(stream):
                 statistics.add(delta)
                 pieces.append(delta.text)
                 if not args.json:

@@ -5,6 +5,7 @@ happened.
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -157,3 +158,17 @@ def test_a_bar_in_a_notebook_without_widgets_is_text_and_warns_of_nothing(
             bar.update(2)
     assert warned == []
     assert "requests: 100%" in capsys.readouterr().err
+
+
+def test_a_bar_shows_how_much_of_the_prompts_is_read(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of those that have not ended, while there is more to read."""
+    monkeypatch.setattr(progress, "READ_EVERY_S", 0.0)
+    few = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "enable_prefix_caching": False}
+    with LLM(tiny("llama"), dtype="float32", num_gpu_blocks=40, **few) as llm:
+        llm.generate([[5] * 8, [6] * 100], {"max_tokens": 2, "temperature": 0})
+    shown = re.findall(r"(\d+) of (\d+) tokens of prompts read(; in)?", capsys.readouterr().err)
+    assert shown[0][1:] == ("108", "") and shown[-1][1:] == ("100", "; in")
+    assert [int(done) for done, *_ in shown] == sorted(int(done) for done, *_ in shown)
+    assert all(0 < int(done) < int(total) for done, total, _ in shown)

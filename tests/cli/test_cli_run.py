@@ -5,17 +5,21 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.cli import answers as answering
 from nanoengine.cli.main import FAILED, MISUSED, main
+from nanoengine.engine.llm_engine import LLMEngine
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--temperature", "0", "--max-tokens", "6", "--num-threads", "1", "--dtype", "float32"]
@@ -76,6 +80,30 @@ def test_a_model_with_a_chat_template_chats(
 ) -> None:
     assert main(["run", str(folder), PROMPT, *FLAGS, "--quiet"]) == 0
     assert capsys.readouterr() == (answers["chat"] + "\n", "")
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("flags", [[], ["--quiet"]])
+def test_a_terminal_shows_how_much_of_a_long_prompt_is_read(
+    flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = LLMEngine.step
+    monkeypatch.setattr(LLMEngine, "step", lambda self: (time.sleep(0.05), step(self))[1])
+    monkeypatch.setattr(answering, "READING_S", 0.01)
+    monkeypatch.setattr(answering, "READING_EVERY_S", 0.01)
+    monkeypatch.setattr(sys, "stderr", FakeTerminal())
+    few = ["--max-num-batched-tokens", "50", "--max-num-seqs", "4", "--kvcache-block-size", "8"]
+    assert main(["run", str(folder), "the sea " * 20, "--raw", *FLAGS, *few, *flags]) == 0
+    shown = re.findall(r"\r\x1b\[Kreading the prompt: (\d+) of (\d+) tokens", sys.stderr.getvalue())
+    assert bool(shown) == (not flags)
+    if shown:
+        counts = [int(done) for done, _ in shown]
+        assert counts[0] == 0 and counts == sorted(counts) and 50 in counts
+        assert "tokens\r\x1b[K" + shown[0][1] + " tokens in, 6 out" in sys.stderr.getvalue()
 
 
 @pytest.mark.parametrize("source", ["file", "-", "nothing"])
