@@ -84,26 +84,29 @@ def _line(number: int, raw: bytes) -> Line:
             custom_id = None
         problem = _problem(content)
     except (ValueError, RecursionError) as error:
-        content, custom_id, problem = {}, None, f"the line is no JSON: {error}"
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):  # whose text calls each line the first
+            reason = f"{error.msg} at column {error.colno}"
+        content, custom_id, problem = {}, None, f"it is no JSON: {reason}"
     # Without a custom_id, two lines may be the same.
     told = raw if custom_id is not None else b"%d " % number + raw
     name = f"batch_req_{xxhash.xxh3_128_hexdigest(told)}"
     if problem:
-        return Line(number, name, custom_id, problem=problem)
+        return Line(number, name, custom_id, problem=f"line {number}: {problem}")
     return Line(number, name, custom_id, content["url"], content["body"])
 
 
 def _problem(content: Any) -> str:
     """Why this is no request of a batch; "" if it is one."""
     if not isinstance(content, dict):
-        return f"a line must be a JSON object, got {shown(content)}"
+        return f"it must be a JSON object, got {shown(content)}"
     for name in content:
         if name not in KEYS:
             near = near_name(name, KEYS)
             return f"unknown key {shown(name)}" + (f"; did you mean {near!r}?" if near else "")
     for name in KEYS:
         if name not in content:
-            return f"the line lacks {name!r}"
+            return f"it lacks {name!r}"
     if not isinstance(content["custom_id"], str) or not content["custom_id"]:
         return f"custom_id must be a text that is not empty, got {shown(content['custom_id'])}"
     if content["method"] != "POST":

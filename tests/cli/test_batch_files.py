@@ -38,12 +38,13 @@ def test_ids_follow_from_the_lines(source: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{", "the line is no JSON: "),
-        ("\xff", "the line is no JSON: "),
-        ("[" * 100_000, "the line is no JSON: "),
-        ("[1]", "a line must be a JSON object, got [1]"),
+        ('{"custom_id": "a",}', "it is no JSON: "),
+        ('{"custom_id": a}', "it is no JSON: Expecting value at column 15"),
+        ("\xff", "it is no JSON: 'utf-8' codec"),
+        ("[" * 100_000, "it is no JSON: "),
+        ("[1]", "it must be a JSON object, got [1]"),
         (line(boddy={}), "unknown key 'boddy'; did you mean 'body'?"),
-        ('{"custom_id": "a"}', "the line lacks 'method'"),
+        ('{"custom_id": "a"}', "it lacks 'method'"),
         (line(""), "custom_id must be a text"),
         (line(5), "custom_id must be a text that is not empty, got 5"),
         (line(method="GET"), "method must be POST, got 'GET'"),
@@ -52,9 +53,9 @@ def test_ids_follow_from_the_lines(source: Path) -> None:
 )
 def test_a_bad_line_says_why(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_text(text, encoding="latin-1")
+    path.write_text(f"\n\n{text}", encoding="latin-1")
     (found,) = read_lines(path)
-    assert found.problem.startswith(problem)
+    assert found.problem.startswith(f"line 3: {problem}")
 
 
 def test_an_id_twice_and_an_empty_file_are_refused(tmp_path: Path) -> None:
