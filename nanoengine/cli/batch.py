@@ -19,6 +19,7 @@ from typing import Any
 from nanoengine.cli.answers import Model, open_model
 from nanoengine.cli.batch_files import AnswerFile, Line, read_lines, survey
 from nanoengine.cli.flags import engine_config
+from nanoengine.cli.usage import UsageError
 from nanoengine.errors import RequestError, shown
 from nanoengine.sampling_params import SamplingParams, seeded
 from nanoengine.serving.answer_forms import OWN_FORM
@@ -63,6 +64,7 @@ def batch(args: argparse.Namespace) -> int:
     """Answer the lines that have no answer yet; status 1 if any line has an error."""
     config = engine_config(args)
     source, target = Path(args.input), Path(args.output)
+    _check_paths(source, target)
     found = survey(source)
     start, counts = time.perf_counter(), Counts()
     with AnswerFile(target, found.ids) as answers:
@@ -97,6 +99,29 @@ def batch(args: argparse.Namespace) -> int:
     elif not args.quiet:
         print(_sentence(row), file=sys.stderr)
     return 1 if answers.num_failed else 0
+
+
+def _check_paths(source: Path, target: Path) -> None:
+    """Raises UsageError for an input that cannot be read twice, and for an output that is no place
+    of its own.
+    """
+    if str(source) == "-":
+        raise UsageError("the input must be a file, as it is read twice; - is none: give its path")
+    if str(target) == "-":
+        raise UsageError(
+            "the output must be a file, with which a batch goes on after a kill; - is none: give a "
+            "path such as answers.jsonl"
+        )
+    if not source.is_file():
+        what = "is no file" if source.exists() else "does not exist"
+        raise UsageError(
+            f"the input {source} {what}; check the path, and the current folder if it does not "
+            "begin with /"
+        )
+    if target.exists() and target.samefile(source):
+        raise UsageError(
+            f"the output {target} is the input itself; give a path of its own such as answers.jsonl"
+        )
 
 
 class Runner:

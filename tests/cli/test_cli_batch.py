@@ -213,6 +213,26 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(
     assert "10 requests, 9 with an error" in capsys.readouterr().err
 
 
+def test_a_path_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the model is looked for."""
+    source = write(tmp_path / "in.jsonl", [ask("a", prompt="x")])
+    (tmp_path / "link.jsonl").symlink_to(source)
+    monkeypatch.chdir(tmp_path)
+    for given, made, said in (
+        ("in.jsonl", "-", "the output must be a file"),
+        ("-", "out.jsonl", "the input must be a file"),
+        ("in.jsonl", "./in.jsonl", "the output in.jsonl is the input itself; give a path"),
+        ("in.jsonl", "link.jsonl", "the output link.jsonl is the input itself"),
+        ("none.jsonl", "out.jsonl", "the input none.jsonl does not exist; check the path"),
+        (".", "out.jsonl", "the input . is no file; check"),
+    ):
+        assert main(["batch", given, made, "--model", "no-such-model"]) == MISUSED
+        assert said in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "link.jsonl"]
+
+
 def test_ids_twice_are_refused_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
