@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 
+import pytest
+
+from nanoengine.errors import EngineError
+from nanoengine.serving import listener
 from nanoengine.serving.listener import listen
 
 
@@ -26,3 +31,25 @@ def test_what_is_written_is_sent_at_once() -> None:
 
     asyncio.run(connect())
     assert options and all(options)
+
+
+@pytest.mark.parametrize(
+    ("error", "step"),
+    [
+        (OSError(errno.EADDRINUSE, "Address already in use"), "try another --port"),
+        (PermissionError(errno.EACCES, "Permission denied"), "try another --port"),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "give --host an address"),
+        (OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address"), "give --host an address"),
+        (UnicodeError("label too long"), "give --host an address"),
+    ],
+)
+def test_an_address_that_cannot_be_had_says_what_to_change(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, step: str
+) -> None:
+    class Socket(socket.socket):
+        def bind(self, address: object) -> None:
+            raise error
+
+    monkeypatch.setattr(listener.socket, "socket", Socket)
+    with pytest.raises(EngineError, match=f"cannot listen on here:80: .*; {step}"):
+        listen("here", 80)
