@@ -142,8 +142,9 @@ async def _served_model(client: httpx2.AsyncClient) -> str:
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
     except (httpx2.HTTPError, LookupError, ValueError) as error:
+        address = str(client.base_url).rstrip("/")
         raise EngineError(
-            f"no model was found at {client.base_url}v1/models: {error!r}; start a server with "
+            f"no model was found at {address}/v1/models: {error!r}; start a server with "
             "`nanoengine serve MODEL`, or give --base-url"
         ) from error
 

@@ -148,8 +148,10 @@ def test_what_came_is_kept_with_its_times(
 def test_no_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with toy_server() as url:
         pass
-    with pytest.raises(EngineError, match=r"no model was found at .*nanoengine serve MODEL"):
-        main(["serve", "--base-url", url])
+    for end in ("", "/"):
+        said = f"no model was found at {url}/v1/models: .*nanoengine serve MODEL"
+        with pytest.raises(EngineError, match=said):
+            main(["serve", "--base-url", url + end])
 
 
 def test_percentiles_are_between_the_nearest_values() -> None:
