@@ -307,6 +307,7 @@ def test_streamed_and_resident_runs_agree(
     run(induction, *STREAM, *small, "--baseline", str(resident), "--json", str(streamed))
     out = capsys.readouterr().out
     assert "6 of 6 correct" in out and "baseline: 6 of 6 texts are the same" in out
+    assert "at most; 1.0 MiB are reserved for KV on the device, " in out
     report, before = (json.loads(path.read_text()) for path in (streamed, resident))
     assert report["transfers"]["h2d_bytes"] > 0 == before["transfers"]["h2d_bytes"]
     assert report["transfers"]["peak_streamed"] >= 1
@@ -345,6 +346,10 @@ def test_a_baseline_of_other_prompts_is_an_error(
     [
         (("--num-gpu-blocks", "2"), "max_model_len=1100 needs 18 KV blocks"),
         (("--kv-offload-gib", "1"), "kv_offload_gib needs enable_cpu_offload"),
+        (
+            ("--length", "100,1200"),
+            "--length 1200 is above the 1100 tokens that a request can have (max_model_len); lower",
+        ),
         (("--length", "20"), "length 20 is too small"),
         (("--task", "niah_single_1", "--length", "200"), "length 200 is too small"),
         (("--data-file", "none.jsonl"), "cannot read none.jsonl"),

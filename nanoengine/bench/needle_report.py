@@ -58,9 +58,8 @@ def _print_figures(report: dict[str, Any]) -> None:
         f"{transfers['d2h_bytes'] / mib:.1f} MiB back; {transfers['num_prefetch_hits']} copies "
         f"were there in time, for {transfers['num_stalls']} a step waited; at most "
         f"{transfers['peak_streamed']} requests were streamed at once\n"
-        f"memory {report['peak_memory_mib']:.0f} MiB at most, of it KV on the device "
-        f"{kv['device_bytes'] / mib:.1f} MiB and buffers for streaming "
-        f"{kv['ring_bytes'] / mib:.1f} MiB"
+        f"memory {report['peak_memory_mib']:.0f} MiB at most; {kv['device_bytes'] / mib:.1f} MiB "
+        f"are reserved for KV on the device, {kv['ring_bytes'] / mib:.1f} MiB for streaming"
     )
 
 

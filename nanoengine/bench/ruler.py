@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         max_tokens = NUM_COPIED if args.task == INDUCTION else NUM_ANSWER_TOKENS
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     with LLM(args.model, **_engine_settings(args)) as llm:
+        _check_length(args, llm)
         if not args.quiet:
             lengths = [len(sample.prompt_ids) for sample in samples]
             print(f"{llm.plan}\n{len(samples)} prompts of {min(lengths)}-{max(lengths)} tokens")
@@ -227,6 +228,17 @@ def _engine_figures(llm: LLM) -> dict[str, Any]:
         "peak_memory_mib": round(engine.device.peak_memory_mib(), 1),
         "plan": str(llm.plan),
     }
+
+
+def _check_length(args: argparse.Namespace, llm: LLM) -> None:
+    """Raises ConfigError for a length that no request can have: each sample would be a miss."""
+    plan, longest = llm.plan, max(args.length)
+    if args.data_file is None and longest > plan.max_model_len:
+        more = f"; {plan.longer}" if plan.longer else ""
+        raise ConfigError(
+            f"--length {longest} is above the {plan.max_model_len} tokens that a request can have "
+            f"({plan.max_model_len_bound}); lower --length{more}"
+        )
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
