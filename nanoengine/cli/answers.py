@@ -21,7 +21,7 @@ ERASED = "\r\x1b[K"  # the line of a terminal
 
 @dataclass
 class Statistics:
-    """Counts and times of answers, one after the other."""
+    """Counts and times of answers, one after the other. cut: what cut the last one."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -29,6 +29,7 @@ class Statistics:
     decoding_s: float = 0.0
     decoded_tokens: int = 0
     finish_reason: str | None = None
+    cut: str = ""
     _began: float = 0.0
     _latest: float = 0.0
 
@@ -70,7 +71,7 @@ class Statistics:
         speed = f"{self.tokens_per_s:.1f} tok/s" if self.tokens_per_s else "-"
         return (
             f"{self.prompt_tokens} tokens in, {self.output_tokens} out; first token after "
-            f"{self.waiting_s:.2f} s, then {speed}"
+            f"{self.waiting_s:.2f} s, then {speed}{'; ' if self.cut else ''}{self.cut}"
         )
 
 
@@ -131,6 +132,18 @@ class Model:
         if first is not None:
             yield first
             yield from stream
+
+    def what_cut(self, answer: Statistics) -> str:
+        """The limit at which this single answer was cut; "" if it ended by itself."""
+        if answer.finish_reason != "length":
+            return ""
+        most, plan = self.params.max_tokens, self.llm.plan
+        if most is not None and answer.output_tokens >= most:
+            return f"the answer was cut at {most} tokens; --max-tokens allows more"
+        return (
+            f"the answer was cut, as prompt and answer have {plan.max_model_len} tokens, the limit "
+            f"({plan.max_model_len_bound})"
+        )
 
     def say(self, text: str) -> None:
         """A line on stderr, unless --quiet."""

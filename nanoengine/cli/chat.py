@@ -113,6 +113,9 @@ class Conversation:
         except KeyboardInterrupt:
             print(" [ended]", end="")
         print(flush=True)
+        self._last.cut = self._model.what_cut(self._last)
+        if self._last.cut:
+            self._model.say(self._last.cut)
         self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
 

@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
                 pieces.append(delta.text)
                 if not args.json:
                     print(delta.text, end="", flush=True)
+        statistics.cut = model.what_cut(statistics)
         if args.json:
             print(json.dumps({"model": args.model, "text": "".join(pieces), **statistics.row()}))
         else:

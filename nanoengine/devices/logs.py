@@ -57,7 +57,7 @@ def long_work_shown() -> Iterator[None]:
 
     level, handler = logger.level, logging.StreamHandler()
     handler.addFilter(is_shown)
-    if not has_reader():
+    if not (has_reader() or logging.root.handlers):
         logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:

@@ -148,6 +148,16 @@ def test_an_answer_follows_from_the_conversation_so_far(
     assert second != expected(folder, "And you?")[0]
 
 
+def test_a_cut_answer_is_told_at_once_and_by_stats(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/stats\n"))
+    assert main(["chat", str(folder), *FLAGS, "--max-tokens", "6"]) == 0
+    out, err = capsys.readouterr()
+    said = "the answer was cut at 6 tokens; --max-tokens allows more\n"
+    assert err.endswith(f"\n{said}") and f" tok/s; {said}all: " in out
+
+
 def test_reset_forgets_and_keeps_the_system_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

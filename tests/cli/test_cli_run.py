@@ -75,6 +75,20 @@ def test_a_missing_tokenizer_is_told_before_the_weights_are_read(
         assert "has no tokenizer.json" in capsys.readouterr().err
 
 
+def test_a_cut_answer_says_what_cut_it(
+    folder: Path, answers: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["run", str(folder), PROMPT, "--raw", *FLAGS]
+    for more, said in (
+        ([], "tok/s; the answer was cut at 6 tokens; --max-tokens allows more"),
+        (["--max-model-len", "20"], "prompt and answer have 20 tokens, the limit (max_model_len)"),
+        (["--stop", answers["raw"][:2]], ""),
+    ):
+        assert main([*command, *more]) == 0
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.endswith(said) and ("cut" in last) == bool(said)
+
+
 def test_a_model_with_a_chat_template_chats(
     folder: Path, answers: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
