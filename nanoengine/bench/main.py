@@ -31,6 +31,13 @@ GPU_WORKLOAD = (256, 100, 1024, 100, 1024)  # nano-vllm's
 WORKLOAD = ("num_seqs", "min_input", "max_input", "min_output", "max_output")
 
 
+class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Says a default after the help of each flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def main(
     argv: list[str] | None = None,
     prog: str = "bench.py",
@@ -281,16 +288,14 @@ def add_commands(commands: Any) -> None:
         ("offline", _offline_arguments, "many requests queued at once: output tokens per second"),
         ("offload", _offload_arguments, "long requests resident, in place and streamed"),
     ):
-        sub = commands.add_parser(
-            name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        sub = commands.add_parser(name, help=text, formatter_class=DefaultsFormatter)
         add_arguments(sub)
         common_arguments(sub)
     _serve_arguments(
         commands.add_parser(
             "serve",
             help="clients of a server: throughput and latencies",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=DefaultsFormatter,
         )
     )
 

@@ -15,11 +15,12 @@ from typing import Any
 
 from nanoengine.cli.usage import UsageError
 from nanoengine.config.engine import CHOICES, EngineConfig, make_config
-from nanoengine.errors import ConfigError, InvalidParamsError, OutOfMemoryError, shown
+from nanoengine.errors import ConfigError, InvalidParamsError, OutOfMemoryError, near_name, shown
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.known_names import SETTING, unknown_name
 
 PREFIX = "NANOENGINE_"
+OTHER_VARIABLES = ("log_level", "traceback", "cache_gib", "api_key")  # that are no settings
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 MAX_TOKENS = 512  # of an answer: SamplingParams' 16 are too few to read, and no limit may never end
 # Group -> field -> what it is, with its unit.
@@ -154,7 +155,24 @@ def engine_settings(
             settings[field.name] = _from_text(variable, environ[variable], str(field.type))
         if hasattr(args, field.name):
             settings[field.name] = getattr(args, field.name)
+    _check_variables(environ)
     return settings
+
+
+def _check_variables(environ: Mapping[str, str]) -> None:
+    """Raises UsageError for a variable that seems to be a misspelt setting. Others with our prefix
+    may be another program's.
+    """
+    known = {*(field.name for field in fields(EngineConfig)), *OTHER_VARIABLES}
+    for variable in environ:
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or name in known:
+            continue
+        if near := near_name(name, known):
+            raise UsageError(
+                f"unknown environment variable {variable}; did you mean {PREFIX}{near.upper()}? "
+                "If it is meant for another program, unset it here"
+            )
 
 
 def _from_text(variable: str, text: str, kind: str) -> Any:
@@ -184,6 +202,10 @@ def read_settings(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise UsageError(f"--config {path} must hold settings as `name: value`")
+    if "model" in content:
+        raise UsageError(
+            f"--config {path}: the model is named on the command line; leave 'model' out"
+        )
     known = {field.name for field in fields(EngineConfig)} - {"model"}
     for name in content.keys() - known:
         raise UsageError(f"--config {path}: {unknown_name(SETTING, name, known)}")

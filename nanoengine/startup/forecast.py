@@ -252,8 +252,8 @@ class Forecaster:
             usable = max(0, hardware.gpu_bytes - self._reserved_bytes())
             has += f", of which {in_gib(usable)} are usable"
         return (
-            f"the weights{whose} take {in_gib(self._weight_bytes)} in {self._held_in()}, {has}, and "
-            "weights are not offloaded"
+            f"the weights{whose} take {in_gib(self._weight_bytes)} in {self._held_in()}, {has}, "
+            "and weights are not offloaded"
         )
 
     def _smaller(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanoengine.cli.flags import (
+    OTHER_VARIABLES,
     PARAMS,
     SETTINGS,
     engine_config,
@@ -16,6 +17,7 @@ from nanoengine.cli.flags import (
     sampling_settings,
 )
 from nanoengine.cli.main import make_parser
+from nanoengine.cli.serve import API_KEY
 from nanoengine.cli.usage import UsageError
 from nanoengine.config.engine import EngineConfig
 from nanoengine.sampling_params import SamplingParams
@@ -74,7 +76,7 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> No
     ("content", "text"),
     [
         ("ring_slot: 2", "unknown setting 'ring_slot'; did you mean 'ring_slots'?"),
-        ("model: x", "unknown setting 'model'"),
+        ("model: x", "the model is named on the command line; leave 'model' out"),
         ("- a", "must hold settings"),
         ("a: [", "cannot be read"),
         ("1: 2", "the name of a setting is a string"),
@@ -107,6 +109,21 @@ def test_an_empty_file_gives_nothing_and_a_missing_one_is_an_error(tmp_path: Pat
 def test_a_bad_variable_is_named(name: str, value: str, text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(text)):
         settings(**{f"NANOENGINE_{name}": value})
+
+
+def test_a_misspelt_variable_is_named() -> None:
+    said = "NANOENGINE_MAX_MODEL_LENN; did you mean NANOENGINE_MAX_MODEL_LEN? If"
+    with pytest.raises(UsageError, match=re.escape(said)):
+        settings(NANOENGINE_MAX_MODEL_LENN="5")
+    others = {"NANOENGINE_SERVICE_HOST": "10.0.0.1", "NANOENGINE_PORT": "tcp://10.0.0.1:80"}
+    assert settings(MAX_MODEL_LENN="5", **others) == {}  # Kubernetes', of a service of this name
+
+
+def test_variables_that_are_no_settings_are_known() -> None:
+    package = Path(__file__).parents[2] / "nanoengine"
+    sources = "".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
+    named = {name.lower() for name in re.findall(r'"NANOENGINE_([A-Z_]+)"', sources)}
+    assert named | {API_KEY.removeprefix("NANOENGINE_").lower()} == set(OTHER_VARIABLES)
 
 
 def test_values_are_checked_by_the_dataclasses() -> None:

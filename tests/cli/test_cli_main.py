@@ -177,6 +177,15 @@ def test_bench_and_ruler_are_doors(
     assert given == [["offline", "--num-seqs", "1"], ["--length", "100"]]
 
 
+@pytest.mark.parametrize("work", ["offline", "offload", "serve"])
+def test_help_of_a_benchmark_names_a_default_once(
+    work: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", work, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "(default: None)" not in text and "default: " in text
+
+
 def test_a_reader_that_leaves_ends_the_help_quietly() -> None:
     reader, writer = os.pipe()
     os.close(reader)
