@@ -214,13 +214,16 @@ class BlockManager:
         """Make a full, computed block findable; returns the published block with this content.
 
         If another block with this content was published first, that one stays and is returned:
-        following blocks are chained under it.
+        following blocks are chained under it. One whose parent was evicted makes room.
         """
         if parent is not None and parent.key is None:  # the parent was evicted
             return block
         known = self.find(parent, key)
         if known is not None:
             return known
+        old = self.by_digest.get(key.digest)
+        if old is not None and old.parent is not None and old.parent.key is None:
+            (self.unpublish if old.ref_count else self.evict)(old)  # nobody can find it any more
         if key.digest not in self.by_digest:
             block.key, block.parent = key, parent
             self.by_digest[key.digest] = block

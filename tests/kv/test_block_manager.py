@@ -131,6 +131,25 @@ def test_nothing_is_chained_under_an_evicted_parent() -> None:
     manager.check({child: 1})
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_block_whose_parent_is_gone_does_not_keep_the_next_one_from_being_found(
+    is_used: bool,
+) -> None:
+    manager = BlockManager(8)
+    a, b, c = published_chain(manager, [1], [2], [3])
+    held = [b, c] if is_used else []
+    for block in (a, b, c):
+        if block not in held:
+            manager.release(block)
+    manager.evict(a)
+    again = published_chain(manager, [1], [2], [3])
+    for parent, block, tokens in zip((None, *again), again, ([1], [2], [3]), strict=False):
+        assert manager.find(parent, key(tokens, parent)) is block
+    assert not manager.cached and b.key is None and c.key is None
+    manager.check(dict.fromkeys([*held, *again], 1))
+    assert manager.device.num_free == 5 - len(held)
+
+
 def test_reset_forgets_used_and_unused() -> None:
     manager = BlockManager(3)
     a, b = published_chain(manager, [1], [2])
