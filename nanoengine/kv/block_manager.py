@@ -210,6 +210,13 @@ class BlockManager:
             self._num_referenced += 1
         block.ref_count += 1
 
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Those of consecutive blocks that are cached count as used now, the first one last."""
+        for block in reversed(blocks):
+            for cached in (self.cached, self._cached_on_device):
+                if block in cached:
+                    cached.move_to_end(block)
+
     def publish(self, block: Block, parent: Block | None, key: BlockKey) -> Block:
         """Make a full, computed block findable; returns the published block with this content.
 

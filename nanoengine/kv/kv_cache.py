@@ -221,6 +221,7 @@ class HybridKVCacheManager:
             self._prefix_cache.withdraw(table)
             self._states.release(seq.seq_id)
             self._release(table.held)
+            self.blocks.touch(table.published[: table.num_released])
             table.commit(0)
 
     # -- for the runner ----------------------------------------------------------------------------

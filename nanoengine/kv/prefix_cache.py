@@ -78,8 +78,11 @@ class PrefixCache:
         return Start(hits, self._spec.first_needed(self._num_found(table.seq, len(hits))), owner)
 
     def adopt(self, table: BlockTable, start: Start) -> None:
-        """Take references to the blocks that the sequence begins with."""
+        """Take references to the blocks that the sequence begins with. It is found by all of them,
+        so those that it does not need stay in the cache as long as the others.
+        """
         seq, size, hits = table.seq, self._size, start.blocks
+        self._blocks.touch(hits[: start.num_released])
         for block in hits[start.num_released :]:
             self._blocks.acquire(block)
         table.adopt(hits, start.num_released)

@@ -300,6 +300,47 @@ def test_prefixes_are_found_and_only_their_end_is_held(tiny: Callable[[str], Pat
     driver.engine.close()
 
 
+def test_a_prompt_that_is_asked_again_and_again_stays_in_the_cache(
+    tiny: Callable[[str], Path],
+) -> None:
+    """Between others: the blocks that its windows have passed are as new as its last ones."""
+    driver = make_driver(tiny("mistral-window"), num_gpu_blocks=30)
+    prompt, found = some_ids(4, 96), []
+    for seed in range(10):
+        (output,) = driver.run([prompt], greedy(1))
+        found.append(output.num_cached_tokens)
+        driver.run([some_ids(10 + seed, 40)], greedy(1))
+    assert found == [0] + [95] * 9
+    driver.engine.close()
+
+
+def test_the_beginning_of_a_prompt_is_forgotten_last(tiny: Callable[[str], Path]) -> None:
+    """Of 17 blocks it has 12, and the next request takes the last two of these."""
+    driver = make_driver(tiny("mistral-window"), num_gpu_blocks=17)
+    prompt = some_ids(4, 96)
+    driver.run([prompt], greedy(1))
+    driver.run([some_ids(5, 56)], greedy(1))
+    (output,) = driver.run([prompt], greedy(1))
+    assert output.num_cached_tokens == 80
+    driver.engine.close()
+
+
+def test_the_beginning_of_a_prompt_in_use_is_newer_than_other_prompts(
+    tiny: Callable[[str], Path],
+) -> None:
+    """Already while the request that found it runs: others make room for a third one."""
+    driver = make_driver(tiny("mistral-window"), num_gpu_blocks=22)
+    prompt = some_ids(4, 96)
+    driver.run([prompt], greedy(1))
+    driver.run([some_ids(5, 56)], greedy(1))
+    driver.engine.add_request([*prompt, 7], greedy(8))
+    driver.step()
+    driver.run([some_ids(6, 56)], greedy(1))
+    (output,) = driver.run([prompt], greedy(1))
+    assert output.num_cached_tokens == 95
+    driver.engine.close()
+
+
 def test_mixed_layers_keep_everything(tiny: Callable[[str], Path]) -> None:
     driver = make_driver(tiny("qwen3-window"), num_gpu_blocks=6)
     with pytest.raises(PromptTooLongError, match="48"):
