@@ -11,6 +11,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self, TypeVar
 
@@ -26,50 +27,56 @@ class Turns:
     def __init__(
         self,
         check_open: Callable[[], None],
-        abort: Callable[[int], object],
+        abort: Callable[[list[int]], object],
         close: Callable[[], None],
     ) -> None:
-        """check_open: raises unless the engine can be used. abort: ends the request with an id.
-        close: frees the engine; closing twice is fine.
+        """check_open: raises unless the engine can be used. abort: ends the requests with these
+        ids. close: frees the engine; closing twice is fine.
         """
         self._check_open = check_open
         self._abort = abort
         self._close = close
         self._home = HomeProcess()
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        self._lock = threading.RLock()  # a signal handler may close where its thread holds the lock
+        self._owner: int | None = None  # the thread that uses the engine or ends abandoned requests
+        self._is_turn = False  # whether it uses the engine
         self._is_closing = False
+        self._is_closed = False
         self._abandoned: deque[int] = deque()
 
     def abandon(self, request_id: int) -> None:
         """End a request now or after the current call: finalizers call this from any thread."""
         self._abandoned.append(request_id)
-        self._end_abandoned()
+        self._catch_up()
 
     def close(self) -> None:
         """Free the engine after the current step. A call from inside a step, by a signal handler or
-        a finalizer, frees it at the end of the turn. In a fork it does nothing: a thread that was
-        using the engine does not exist there and never ends its turn.
+        a finalizer, frees it at the end of the turn; one while abandoned requests are ended, after
+        that. In a fork it does nothing: a thread that was using the engine does not exist there and
+        never ends its turn.
         """
         if not self._home.is_here:
             return
         self._is_closing = True
-        if self._owner == threading.get_ident():
-            return
-        with self._lock:
-            self._close()
+        owner = threading.get_ident()
+        if self._owner != owner:
+            self._lock.acquire()
+            self._owner = owner
+            self._let_go()
 
     def begin(self) -> None:
         """Begin the calling thread's turn. Raises EngineClosedError, ForkedProcessError, or
-        EngineError while another thread has one.
+        EngineError while another thread has one; waits for one that ends abandoned requests.
         """
         self.check()
-        if not self._lock.acquire(blocking=False):
-            raise EngineError(
-                "this LLM is in use by another thread; one at a time may call it. AsyncLLM takes "
-                "calls from any thread"
-            )
-        self._owner = threading.get_ident()
+        owner = threading.get_ident()
+        while self._owner == owner or not self._lock.acquire(timeout=0.001):
+            if self._is_turn or self._owner == owner:
+                raise EngineError(
+                    "this LLM is in use by another thread; one at a time may call it. AsyncLLM "
+                    "takes calls from any thread"
+                )
+        self._owner, self._is_turn = owner, True
 
     def check(self) -> None:
         """Raise unless the engine can be used and is not about to be closed."""
@@ -79,29 +86,36 @@ class Turns:
 
     def end(self) -> None:
         """End the calling thread's turn, and close or abort as requested meanwhile."""
+        self._let_go()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Close or abort as requested, unless the lock is held: who holds it does so."""
+        owner = threading.get_ident()
+        while self._is_behind and self._owner != owner and self._lock.acquire(blocking=False):
+            self._owner = owner
+            self._let_go()
+
+    @property
+    def _is_behind(self) -> bool:
+        return bool(self._abandoned) or (self._is_closing and not self._is_closed)
+
+    def _let_go(self) -> None:
+        """Close or abort as requested, and release the lock."""
         try:
             self._abort_abandoned()
             if self._is_closing:
                 self._close()
+                self._is_closed = True
         finally:
-            self._owner = None
+            self._owner, self._is_turn = None, False
             self._lock.release()
-        self._end_abandoned()
-
-    def _end_abandoned(self) -> None:
-        """Abort abandoned requests, unless a turn is under way: its end aborts them."""
-        while self._abandoned and self._lock.acquire(blocking=False):
-            try:
-                self._abort_abandoned()
-            finally:
-                self._lock.release()
 
     def _abort_abandoned(self) -> None:
         while self._abandoned:
-            try:
-                self._abort(self._abandoned.popleft())
-            except EngineError:  # the engine is closed, or belongs to the process before a fork
-                self._abandoned.clear()
+            ids = [self._abandoned.popleft() for _ in range(len(self._abandoned))]
+            with suppress(EngineError):  # closed, or of the process before a fork
+                self._abort(ids)
 
 
 class Turn:

@@ -19,6 +19,7 @@ from driver import assert_all_free
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.api.async_llm import AsyncLLM
+from nanoengine.api.turns import Turns
 from nanoengine.devices.copy_streams import WorkerStream
 from nanoengine.errors import EngineClosedError, EngineError, ForkedProcessError
 
@@ -121,6 +122,106 @@ def test_closing_inside_a_step_is_left_to_its_end(llm: LLM) -> None:
     llm.llm_engine.step = closing  # type: ignore[method-assign]
     with pytest.raises(EngineClosedError):
         llm.generate("x", GREEDY, use_tqdm=False)
+
+
+class Called:
+    """What Turns asked of an engine; `during` is called in the middle of each abort."""
+
+    def __init__(self, during: Callable[[], object] = lambda: None) -> None:
+        self.aborted: list[list[int]] = []
+        self.num_closed = 0
+        self._during = during
+        self.turns = Turns(lambda: None, self._abort, self._close)
+
+    def _abort(self, ids: list[int]) -> None:
+        self.aborted.append(ids)
+        self._during()
+
+    def _close(self) -> None:
+        self.num_closed += 1
+
+
+def ends(function: Callable[[], object]) -> bool:
+    """Whether it returns in a thread, which is left alone if not."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(10)
+    return not thread.is_alive()
+
+
+def test_closing_while_an_abandoned_request_is_ended() -> None:
+    """As a signal handler may do it in the thread whose finalizer ends the request."""
+    called = Called(lambda: called.turns.close())
+    assert ends(lambda: called.turns.abandon(1))
+    assert called.aborted == [[1]] and called.num_closed == 1
+
+
+@pytest.mark.parametrize("when", ["acquire", "release"])
+@pytest.mark.parametrize("call", ["turn", "abandon"])
+def test_closing_where_the_lock_is_just_taken_or_still_held(when: str, call: str) -> None:
+    """A signal may come between any two lines."""
+    called, is_first = Called(), [True]
+    turns, lock = called.turns, called.turns._lock
+
+    class Signalled:
+        def acquire(self, *args: Any, **kwargs: Any) -> bool:
+            is_taken = lock.acquire(*args, **kwargs)
+            self.signal("acquire")
+            return is_taken
+
+        def release(self) -> None:
+            self.signal("release")
+            lock.release()
+
+        def __enter__(self) -> None:
+            self.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.release()
+
+        def signal(self, where: str) -> None:
+            if where == when and is_first:
+                is_first.clear()
+                turns.close()
+
+    def use() -> None:
+        turns.begin()
+        turns.end()
+
+    turns._lock = Signalled()  # type: ignore[assignment]
+    assert ends(use if call == "turn" else lambda: turns.abandon(1))
+    assert called.num_closed and not is_first
+    with pytest.raises(EngineClosedError):
+        turns.begin()
+
+
+def test_a_call_waits_while_another_thread_ends_an_abandoned_request() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly() -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    called = Called(slowly)
+    finalizer, _ = in_thread(lambda: called.turns.abandon(1))
+    assert begun.wait(60)
+    calling, results = in_thread(called.turns.begin)
+    calling.join(0.1)
+    is_waiting = calling.is_alive()
+    go_on.set()
+    finalizer.join(60)
+    calling.join(60)
+    assert is_waiting and results == [None]
+
+
+def test_requests_abandoned_in_a_turn_are_ended_at_once() -> None:
+    called = Called()
+    called.turns.begin()
+    for request_id in range(3):
+        called.turns.abandon(request_id)
+    assert not called.aborted
+    called.turns.end()
+    assert called.aborted == [[0, 1, 2]]
 
 
 def test_a_closed_stream_of_copies_refuses_work_that_nobody_would_do() -> None:
