@@ -138,7 +138,8 @@ class SamplingParams:
     or for each occurrence; in [-2, 2].
     logit_bias: {token id: number added to its logit, from -100 to 100}; an id may be a string of
     digits, as in JSON.
-    allowed_token_ids: only these may be chosen. bad_words: up to 64 strings that are never output.
+    allowed_token_ids: only these may be chosen. bad_words: up to 64 strings that are not output in
+    the tokens that write them alone or after a space; other tokens may spell the same.
     logprobs, prompt_logprobs: return the log-probability and rank, in the model's own distribution,
     of each token of the output, or of the prompt after its first, and of this many of the likeliest
     tokens (0 to 20; None: nothing).

@@ -232,7 +232,8 @@ class InputProcessor:
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word, both at the beginning of a text and after a space."""
-        texts = [space + word.strip() for word in params.forbidden_words for space in ("", " ")]
+        given = [word.lstrip(" ") or word for word in params.forbidden_words]
+        texts = [space + word for word in given for space in ("", " ")]
         words = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         return tuple(dict.fromkeys(word for word in words if word))
 

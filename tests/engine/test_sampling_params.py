@@ -116,6 +116,30 @@ def test_bad_words_do_not_come(tiny: Callable[[str], Path]) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("words", "wished", "expected"),
+    [
+        (["\n"], "\n ", "    "),
+        ([" \n"], "\n ", "    "),
+        ([" "], " \n", "\n\n\n\n"),
+        (["a\n"], "\na", "\n\n\n\n"),
+        (["a\n"], "a\n", "aaaa"),
+        ([" a"], "a\n", "\n\n\n\n"),
+    ],
+)
+def test_whitespace_is_banned_as_it_is_written(
+    tiny: Callable[[str], Path], words: list[str], wished: str, expected: str
+) -> None:
+    """The first character that is wished for is the likeliest, unless it is banned."""
+    engine = small_engine(tiny("llama"))
+    encode = engine.inputs.tokenizer.encode
+    (first,), (second,) = (encode(char, add_special_tokens=False) for char in wished)
+    asked = {"temperature": 0, "max_tokens": 4, "logit_bias": {first: 100, second: 70}}
+    (output,) = answer(engine, [[5, 6]], [SamplingParams(**asked, bad_words=words)])
+    assert output.outputs[0].text == expected
+    engine.close()
+
+
 def test_a_penalized_request_follows_its_distribution(tiny: Callable[[str], Path]) -> None:
     """The first sampled token of many seeds, against the softmax of independently biased logits."""
     path, num = tiny("llama"), 1500
