@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from nanoengine.config.engine import EngineConfig
@@ -292,9 +293,9 @@ class Scheduler:
         theirs.
         """
         wanted = min(seq.num_remaining, most)
-        others = (s for s in (*self.waiting, *self.running) if s is not seq)
-        if self._is_long(seq) and any(s.is_prefill for s in others):
-            wanted = min(wanted, self._long_tokens)
+        others = (s for s in chain(self.waiting, self.running) if s is not seq)
+        if wanted > self._long_tokens and any(s.is_prefill for s in others):
+            return self._long_tokens
         return wanted
 
     def _may_start(self, seq: Sequence, step: _Step) -> bool:

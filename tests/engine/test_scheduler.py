@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
 from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.scheduler import Scheduler
 from nanoengine.sampling_params import SamplingParams
@@ -145,6 +150,27 @@ def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
         if all(seq.seq_id for seq in s.running):
             break
     assert i <= 1000 // 50 + 1
+
+
+class CountedQueue(deque[Sequence]):
+    """Counts how many of its entries loops look at."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for seq in super().__iter__():
+            self.num_looks += 1
+            yield seq
+
+
+@pytest.mark.parametrize("prompt", [8, 300])
+def test_a_step_does_not_look_through_the_queue_for_each_sequence(prompt: int) -> None:
+    s = scheduler(CountingKV())
+    s.waiting = queue = CountedQueue()
+    for i in range(500):
+        s.add(sequence(i, prompt))
+    s.schedule()
+    assert s.running and queue.num_looks <= 2 * 500
 
 
 def test_the_youngest_is_preempted_and_the_oldest_goes_on() -> None:
