@@ -30,7 +30,7 @@ class EngineThread:
     def __init__(self, model: str | Path, settings: Settings) -> None:
         self._home = HomeProcess()
         self._changed = threading.Condition()  # guards the next three
-        self._posted: list[tuple[Callable[[LLM], Any], Future[Any]]] = []
+        self._posted: list[Mailbox | tuple[Callable[[LLM], Any], Future[Any]]] = []
         self._is_closed = False
         self._cause: BaseException | None = None
         self._open: dict[Mailbox, tuple[int | str, DeltaStream]] = {}
@@ -80,7 +80,7 @@ class EngineThread:
             return
         with self._changed:
             if not self._is_closed:
-                self._posted.append((lambda _: self._forget(mailbox), Future()))
+                self._posted.append(mailbox)
                 self._changed.notify()
 
     def stop(self) -> None:
@@ -131,12 +131,18 @@ class EngineThread:
             for output in llm.llm_engine.abort(stream.request.request_id):
                 self._wake([mailbox] if self._deliver(mailbox, output) else [])
 
-    def _forget(self, mailbox: Mailbox) -> None:
-        """Remove a request for which no caller waits any more."""
-        if mailbox in self._open:
-            shown, stream = self._open.pop(mailbox)
-            del self._by_id[shown]
-            stream.close()
+    def _end_left(self, left: list[Mailbox], llm: LLM) -> None:
+        """End those of these requests that are open, all at once, and empty the list."""
+        gone = [mailbox for mailbox in dict.fromkeys(left) if mailbox in self._open]
+        left.clear()
+        if gone:
+            llm.close_streams(map(self._forget, gone))
+
+    def _forget(self, mailbox: Mailbox) -> DeltaStream:
+        """Remove an open request; returns its stream."""
+        shown, stream = self._open.pop(mailbox)
+        del self._by_id[shown]
+        return stream
 
     # -- the thread itself
 
@@ -162,20 +168,26 @@ class EngineThread:
                 if self._is_closed:
                     return
                 posted, self._posted = self._posted, []
-            for function, done in posted:
+            left: list[Mailbox] = []
+            for work in posted:
+                if isinstance(work, Mailbox):
+                    left.append(work)
+                    continue
+                self._end_left(left, llm)
+                function, done = work
                 if not done.set_running_or_notify_cancel():
                     continue
                 try:
                     done.set_result(function(llm))
                 except BaseException as error:
                     done.set_exception(error)
+            # The caller of a closed loop can no longer end its request.
+            left += [mailbox for mailbox in self._open if mailbox.loop.is_closed()]
+            self._end_left(left, llm)
             if self._open:
                 self._step(llm)
 
     def _step(self, llm: LLM) -> None:
-        for mailbox in list(self._open):
-            if mailbox.loop.is_closed():  # its caller can no longer end the request
-                self._forget(mailbox)
         ended = {output.request_id: output for output in llm.llm_engine.step()}
         self._wake(
             [
@@ -191,7 +203,7 @@ class EngineThread:
         deltas = stream.request.new_deltas() if mailbox.wants_deltas else []
         if output is None:
             return bool(deltas) and mailbox.put(deltas)
-        self._forget(mailbox)
+        self._forget(mailbox).close()
         return mailbox.put(deltas, output.error or replace(output, request_id=shown))
 
     def _wake(self, mailboxes: Iterable[Mailbox]) -> None:
@@ -207,9 +219,9 @@ class EngineThread:
         """After the last step, give every waiting caller the reason."""
         with self._changed:
             posted, self._posted = self._posted, []
-        for _, done in posted:
-            if done.set_running_or_notify_cancel():
-                done.set_exception(self._refusal())
+        for work in posted:
+            if not isinstance(work, Mailbox) and work[1].set_running_or_notify_cancel():
+                work[1].set_exception(self._refusal())
         waiting = [box for box in self._open if box.put([], self._cause or self._refusal())]
         self._wake(waiting)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack, cast
@@ -277,6 +277,12 @@ class LLM:
         template = add_generation_prompt, chat_template_kwargs, rules.shown
         request = self._chat_request(messages, *template)
         return self._stream(request, params, rules.reader(request.text or ""))
+
+    def close_streams(self, streams: Iterable[DeltaStream]) -> None:
+        """End several streams: the engine looks for their requests once."""
+        with Turn(self._turns):
+            for stream in streams:
+                stream.close()
 
     def step(self) -> None:
         """Let all open streams go on by one step of the engine, without waiting for one of them."""

@@ -98,6 +98,8 @@ class Scheduler:
     def abort(self, seq_ids: Iterable[int]) -> list[Sequence]:
         """End the given requests wherever they are and free what they hold."""
         wanted = set(seq_ids)
+        if not wanted:  # as of a stream that has ended: spare the queue
+            return []
         ended = [s for s in [*self.running, *self.waiting] if s.seq_id in wanted]
         for seq in ended:
             seq.finish("abort")

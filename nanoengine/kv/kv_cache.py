@@ -7,7 +7,7 @@ lies in a step, PrefixCache which blocks are shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from nanoengine.devices.device import Device
 from nanoengine.kv.block_heat import BlockHeat
@@ -57,13 +57,13 @@ class HybridKVCacheManager:
         self._planner = StepPlanner(spec, self.blocks, locate, self._states, padding)
         self._heat = BlockHeat(device)
         self._budget = StepBudget(0)
+        self._kept: dict[int, int] = {}  # by seq_id, of those that run: see _blocks_kept
 
     # -- for the scheduler -------------------------------------------------------------------------
 
     def reset_budget(self) -> None:
         """Reservations from here on are for one step."""
-        kept = self._num_kept(self._running_tables())
-        self._budget = StepBudget(self.spec.num_blocks - kept)
+        self._budget = StepBudget(self.spec.num_blocks - sum(self._kept.values()))
 
     def admit(self, seq: Sequence) -> Admission:
         """Give a waiting sequence the blocks of all its tokens, reusing cached ones.
@@ -74,9 +74,9 @@ class HybridKVCacheManager:
         it is computed. Sets what was cached at the first admission.
         """
         table = self.tables.setdefault(seq.seq_id, BlockTable(seq))
-        running = self._running_tables()
+        running, kept = self._kept, self._blocks_kept(seq)
         # Every running sequence writes to a device block, and one more keeps a prefill going.
-        num_writable = self.spec.num_blocks - self._num_kept([*running, table])
+        num_writable = self.spec.num_blocks - sum(running.values()) - kept
         if running and self.spec.num_host_blocks and len(running) >= num_writable - 1:
             return Admission.FULL
         if self.spec.num_states and len(running) >= self.spec.num_states:
@@ -97,13 +97,14 @@ class HybridKVCacheManager:
             self._prefix_cache.adopt(table, start)
         table.is_preempted = False
         self._states.take(table, running)
+        running[seq.seq_id] = kept
         self._grow(table, num_new)
         if start.prompt_owner is not None:
             copy = self._prefix_cache.share_prompt(table, start.prompt_owner)
             if copy is not None:
                 self.memory.copy_block(*copy)
         self._prefix_cache.announce(table)
-        self._budget.num_write_blocks -= self._num_kept([table])
+        self._budget.num_write_blocks -= kept
         return Admission.ADMITTED
 
     def stream_cost(self, seq: Sequence) -> int:
@@ -194,6 +195,7 @@ class HybridKVCacheManager:
         """
         table = self.tables[seq.seq_id]
         table.is_preempted = True
+        self._kept.pop(seq.seq_id, None)
         self._prefix_cache.withdraw(table)
 
     def take_failures(self, batch: ScheduledBatch) -> dict[int, str]:
@@ -217,6 +219,7 @@ class HybridKVCacheManager:
     def deallocate(self, seq: Sequence) -> None:
         """The one place where a sequence's blocks and table end: finish, abort, error."""
         table = self.tables.pop(seq.seq_id, None)
+        self._kept.pop(seq.seq_id, None)
         if table is not None:
             self._prefix_cache.withdraw(table)
             self._states.release(seq.seq_id)
@@ -286,9 +289,6 @@ class HybridKVCacheManager:
 
     # -- parts of these ----------------------------------------------------------------------------
 
-    def _running_tables(self) -> list[BlockTable]:
-        return [table for table in self.tables.values() if not table.is_preempted]
-
     def _rewind_if_lost(self, table: BlockTable) -> None:
         """A sequence without its recurrent state goes on from a snapshot, or begins again."""
         size = self.spec.block_size
@@ -300,10 +300,9 @@ class HybridKVCacheManager:
     def _grow(self, table: BlockTable, num_blocks: int) -> None:
         table.blocks += [self.blocks.allocate() for _ in range(num_blocks)]
 
-    def _num_kept(self, running: Iterable[BlockTable]) -> int:
-        """Device blocks that these keep, besides one each to write to."""
-        most = self.spec.kept_blocks
-        return sum(min(most, self._blocks_for(t.seq.request.max_total_tokens)) - 1 for t in running)
+    def _blocks_kept(self, seq: Sequence) -> int:
+        """Device blocks that a sequence keeps while it runs, besides one to write to."""
+        return min(self.spec.kept_blocks, self._blocks_for(seq.request.max_total_tokens)) - 1
 
     def _blocks_of(self, failure: FailedTransfer) -> set[Block]:
         """The blocks of a failed copy that can still be reached."""

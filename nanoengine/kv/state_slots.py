@@ -8,7 +8,7 @@ goes on from the state that it had before them, and brings the right ones once m
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from nanoengine.errors import EngineError
 from nanoengine.kv.block_manager import Block
@@ -65,17 +65,16 @@ class StateSlots:
         self._lengths: dict[int, int] = {}  # by seq_id, the tokens behind its state
         self._snapshots = StateSnapshots(spec.num_snapshots)
 
-    def take(self, table: BlockTable, running: Iterable[BlockTable]) -> None:
+    def take(self, table: BlockTable, running: Container[int]) -> None:
         """Give a sequence a slot, if it has none: a free one, or that of another sequence, which
-        does not run; and the state at its last computed token.
+        does not run; and the state at its last computed token. running: the others, by seq_id.
         """
         seq_id = table.seq.seq_id
         if not self._spec.num_states:
             return
         if seq_id not in self._slots:
             if not self._free:
-                ids = {other.seq.seq_id for other in running}
-                resting = [other for other in self._slots if other not in ids]
+                resting = [other for other in self._slots if other not in running]
                 if not resting:
                     raise EngineError("more sequences run than there are recurrent states")
                 self.release(resting[-1])

@@ -356,6 +356,33 @@ def test_a_caller_that_leaves_ends_its_request(
     same(run(work()), plain.generate("other", GREEDY, use_tqdm=False)[0])
 
 
+def test_requests_that_are_left_at_the_same_time_are_looked_for_once(
+    shared: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[int]] = []
+
+    async def work() -> None:
+        scheduler = await shared.call(lambda llm: llm.llm_engine.scheduler)
+        abort, go_on = scheduler.abort, threading.Event()
+
+        def counted(ids: Any) -> Any:
+            calls.append([*ids])
+            return abort(calls[-1])
+
+        streams = [await shared.stream([1, 2, i], LONG) for i in range(20)]
+        monkeypatch.setattr(scheduler, "abort", counted)
+        waiting = asyncio.ensure_future(shared.call(lambda _: go_on.wait(60)))
+        await asyncio.sleep(0)
+        for stream in streams:
+            stream.close()
+        go_on.set()
+        await waiting
+        await assert_idle(shared)
+
+    run(work())
+    assert [len(ids) for ids in calls if ids] == [20]
+
+
 def test_a_caller_that_lags_gets_the_newest_and_holds_up_nobody(
     shared: AsyncLLM, plain: LLM
 ) -> None:

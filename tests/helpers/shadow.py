@@ -548,6 +548,7 @@ class ShadowEngine:
         assert len(set(ids)) == len(ids), "a sequence is queued twice"
         assert tables.keys() <= set(ids), "a table outlives its sequence"
         assert len(running) <= self.config.max_num_seqs
+        assert self.kv._kept.keys() == {seq.seq_id for seq in running}
         for seq in running:
             assert seq.status is SequenceStatus.RUNNING and not tables[seq.seq_id].is_preempted
         for seq in waiting:

@@ -99,6 +99,31 @@ def test_a_prefix_that_is_being_computed_is_waited_for(tiny: Tiny, mode: str, ch
     driver.engine.close()
 
 
+class CountedTables(dict[int, Any]):
+    """Counts how many tables loops look at."""
+
+    num_looks = 0
+
+    def values(self) -> Any:
+        self.num_looks += len(self)
+        return super().values()
+
+    def items(self) -> Any:
+        self.num_looks += len(self)
+        return super().items()
+
+
+def test_those_who_wait_for_a_prefix_do_not_look_at_each_other(tiny: Tiny) -> None:
+    engine = LLMEngine(tiny("llama"), device="cpu", num_gpu_blocks=20, kvcache_block_size=BLOCK)
+    engine.kv.tables = tables = CountedTables()
+    prompt = some_ids(1, 5 * BLOCK)
+    for i in range(100):
+        engine.add_request([*prompt, i], greedy(1))
+    engine.step()
+    assert len(tables) == 99 and tables.num_looks <= 10 * 99
+    engine.close()
+
+
 def test_an_aborted_owner_leaves_its_followers_to_themselves(tiny: Tiny) -> None:
     path, prompt = tiny("llama"), some_ids(3, 10 * BLOCK)
     driver = make_driver(path, max_num_batched_tokens=9, max_num_seqs=4, device=20)
