@@ -7,11 +7,11 @@ All state of a request that outlives a step is here, or in the KV manager's tabl
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from nanoengine.errors import InvalidParamsError, LogitsError, RequestError
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -41,6 +41,7 @@ class SequenceStatus(Enum):
 class RequestMetrics:
     """Times of one request (time.perf_counter seconds; None until reached) and what it cost.
 
+    num_tokens: generated, in all of its num_completions.
     h2d_bytes, d2h_bytes: its blocks that crossed the link (a shared block counts for each request).
     num_guessed, num_accepted: tokens that were guessed ahead, and those of them that were right.
     num_stalls, num_prefetch_hits: how often its steps waited for a copy, or found it ready.
@@ -60,13 +61,31 @@ class RequestMetrics:
     num_stalls: int = 0
     num_prefetch_hits: int = 0
     peak_streamed: int = 0
+    num_completions: int = 1
+
+    def plus(self, other: RequestMetrics) -> RequestMetrics:
+        """Of a request with these completions, and those of another with the same arrival."""
+
+        def both(choose: Callable[[list[Any]], Any], *names: str) -> dict[str, Any]:
+            pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
+            there = {name: [v for v in pair if v is not None] for name, pair in pairs.items()}
+            return {name: choose(values) for name, values in there.items() if values}
+
+        summed = ("num_tokens", "num_preemptions", "h2d_bytes", "d2h_bytes", "num_guessed")
+        return RequestMetrics(
+            self.arrival_time,
+            **both(min, "first_scheduled_time", "first_token_time"),
+            **both(max, "finished_time", "num_stalls", "num_prefetch_hits", "peak_streamed"),
+            **both(sum, *summed, "num_accepted", "num_completions"),
+        )
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds between tokens after the first; None for a single token."""
-        if self.finished_time is None or self.first_token_time is None or self.num_tokens < 2:
+        """Mean seconds between tokens of a completion after the first; None for a single token."""
+        num_gaps = (self.num_tokens - self.num_completions) / self.num_completions
+        if self.finished_time is None or self.first_token_time is None or num_gaps <= 0:
             return None
-        return (self.finished_time - self.first_token_time) / (self.num_tokens - 1)
+        return (self.finished_time - self.first_token_time) / num_gaps
 
     @property
     def ttft_s(self) -> float | None:
@@ -291,7 +310,7 @@ class Sequence:
             token_ids=[*self.token_ids[:num_shared], token_id],
             num_prompt_tokens=num_shared,
             request=self.request,
-            metrics=RequestMetrics(self.metrics.arrival_time),
+            metrics=RequestMetrics(self.metrics.arrival_time, self.metrics.first_scheduled_time),
             prompt_owner=self,
             may_guess=self.may_guess,
         )

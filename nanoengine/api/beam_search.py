@@ -96,6 +96,7 @@ class BeamSearch:
 
     def _choose(self) -> None:
         width, parents = self._params.beam_width, self._live
+        self._engine.outputs.count(len(parents))
         ranked = nlargest(
             parents[0].seq.request.num_candidates,
             (

@@ -31,6 +31,7 @@ def engine_stats(engine: LLMEngine) -> EngineStats:
         num_stalls=counters.num_stalls,
         num_copies=counters.num_stalls + counters.num_prefetch_hits,
         num_prompt_tokens=hits.num_tokens,
+        num_looked_up_tokens=hits.num_looked_up,
         num_cached_tokens=hits.num_cached,
         step_sizes=dict(engine.outputs.step_sizes),
         **asdict(engine.outputs.totals()),

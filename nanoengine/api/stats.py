@@ -35,10 +35,11 @@ class EngineStats:
 
     tiers: names of device and host. host: None without KV offload. h2d_bytes, d2h_bytes: KV that
     was copied to the device and back. num_stalls: copies that a step had to wait for, num_copies:
-    all that a step needed. num_prompt_tokens: of the requests so far; num_cached_tokens: those of
-    them that the prefix cache had, num_host_cached_tokens: on the host alone. num_output_tokens:
-    generated so far; num_guessed, num_accepted: tokens guessed ahead, and those that were right.
-    step_sizes: how many steps computed so many tokens.
+    all that a step needed. num_prompt_tokens: of the requests so far; num_looked_up_tokens: those
+    that were looked up in the prefix cache; num_cached_tokens: those that it had,
+    num_host_cached_tokens: on the host alone. A prompt counts once for all of its completions or
+    beams. num_output_tokens: generated so far, in all of these; num_guessed, num_accepted: tokens
+    guessed ahead, and those that were right. step_sizes: how many steps computed so many tokens.
     """
 
     tiers: tuple[str, str]
@@ -51,6 +52,7 @@ class EngineStats:
     num_stalls: int
     num_copies: int
     num_prompt_tokens: int
+    num_looked_up_tokens: int
     num_cached_tokens: int
     num_host_cached_tokens: int
     num_output_tokens: int
@@ -61,8 +63,8 @@ class EngineStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of prompt tokens that the prefix cache had, 0 to 1."""
-        return self.num_cached_tokens / max(1, self.num_prompt_tokens)
+        """Share of the prompt tokens looked up that the prefix cache had, 0 to 1."""
+        return self.num_cached_tokens / max(1, self.num_looked_up_tokens)
 
     def __str__(self) -> str:
         lines = [
@@ -77,7 +79,7 @@ class EngineStats:
                 f"{self.num_copies}",
             ]
         lines.append(
-            f"prefix cache {self.num_cached_tokens} of {self.num_prompt_tokens} prompt tokens were "
-            f"found ({self.hit_rate:.0%})"
+            f"prefix cache {self.num_cached_tokens} of {self.num_looked_up_tokens} prompt tokens "
+            f"were found ({self.hit_rate:.0%})"
         )
         return "\n".join(lines)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from nanoengine.engine.completion import Completion, token_logprobs
 from nanoengine.errors import RequestError
 from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta, TokenLogprobs
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import RequestMetrics, Sequence
 from nanoengine.text.tokenizer import Tokenizer
 
 
@@ -69,7 +70,7 @@ class RequestState:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=outputs,
-            metrics=first.metrics,
+            metrics=reduce(RequestMetrics.plus, (seq.metrics for seq in self.seqs)),
             num_cached_tokens=first.num_cached,
             num_host_cached_tokens=first.num_cached_on_host,
             error=next((seq.output.error for seq in self.seqs if seq.output.error), None),
@@ -93,7 +94,7 @@ class Totals:
         """Count these, too."""
         for seq in seqs:
             self.num_output_tokens += seq.num_output_tokens
-            self.num_host_cached_tokens += seq.num_cached_on_host
+            self.num_host_cached_tokens += 0 if seq.request.index else seq.num_cached_on_host
             self.num_preemptions += seq.metrics.num_preemptions
             self.num_guessed += seq.metrics.num_guessed
             self.num_accepted += seq.metrics.num_accepted
@@ -133,6 +134,10 @@ class OutputProcessor:
         for state in ready:
             self._ended.add(state.seqs)
         return [state.output() for state in ready]
+
+    def count(self, num_tokens: int) -> None:
+        """Count generated tokens that are in no request's output: those of beams."""
+        self._ended.num_output_tokens += num_tokens
 
     def totals(self) -> Totals:
         """Of all requests so far, the unfinished ones among them."""

@@ -34,9 +34,12 @@ class Start:
 
 @dataclass(slots=True)
 class PrefixHits:
-    """Tokens of the sequences admitted so far, and those of them that were found."""
+    """Tokens of the prompts admitted so far, those of them that were looked up, and those of these
+    that were found. A prompt counts once, however many completions or beams share it.
+    """
 
     num_tokens: int = 0
+    num_looked_up: int = 0
     num_cached: int = 0
 
 
@@ -90,8 +93,10 @@ class PrefixCache:
         table.commit(self._num_found(seq, len(hits)))
         if seq.metrics.first_scheduled_time is None:
             seq.num_cached = seq.num_computed
-            self.hits.num_tokens += seq.num_tokens
-            self.hits.num_cached += seq.num_cached
+            if not seq.request.index:
+                self.hits.num_tokens += seq.num_tokens
+                self.hits.num_looked_up += seq.num_tokens if self._looks_up(seq) else 0
+                self.hits.num_cached += seq.num_cached
             seq.num_cached_on_host = sum(
                 min(size, seq.num_computed - index * size)
                 for index, block in enumerate(hits)
@@ -157,13 +162,14 @@ class PrefixCache:
         is_released = found is not None and found.num_released > self._spec.first_needed(num_found)
         return None if is_released else found
 
-    def _lookup(self, table: BlockTable) -> list[Block]:
-        """The cached blocks with which the sequence begins.
+    def _looks_up(self, seq: Request) -> bool:
+        """False also for one whose prompt is scored: scores need the logits of every token."""
+        return self._is_enabled and not seq.request.scores_prompt
 
-        A sequence whose prompt is scored finds none: scores need the logits of every token.
-        """
+    def _lookup(self, table: BlockTable) -> list[Block]:
+        """The cached blocks with which the sequence begins."""
         hits: list[Block] = []
-        if self._is_enabled and not table.seq.request.scores_prompt:
+        if self._looks_up(table.seq):
             for key in table.first_keys(table.seq.num_tokens // self._size, self._size):
                 block = self._blocks.find(hits[-1] if hits else None, key)
                 if block is None:

@@ -37,6 +37,7 @@ def line(before: EngineStats, now: EngineStats, seconds: float) -> str:
     """What happened between two moments `seconds` apart."""
     num_in = now.num_prompt_tokens - before.num_prompt_tokens
     num_out = now.num_output_tokens - before.num_output_tokens
+    num_looked_up = now.num_looked_up_tokens - before.num_looked_up_tokens
     num_cached = now.num_cached_tokens - before.num_cached_tokens
     parts = [
         f"Avg prompt throughput: {num_in / seconds:.1f} tokens/s",
@@ -45,7 +46,7 @@ def line(before: EngineStats, now: EngineStats, seconds: float) -> str:
         f"Waiting: {now.num_waiting} reqs",
         f"Preemptions: {now.num_preemptions - before.num_preemptions}",
         f"KV cache usage: {now.device.num_used / now.device.num_blocks:.1%}",
-        f"Prefix cache hit rate: {num_cached / max(1, num_in):.1%}",
+        f"Prefix cache hit rate: {num_cached / max(1, num_looked_up):.1%}",
     ]
     if now.host is not None:
         mb = (now.h2d_bytes - before.h2d_bytes) / 1e6, (now.d2h_bytes - before.d2h_bytes) / 1e6

@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from nanoengine import LLM, AsyncLLM, EngineClosedError, SamplingParams
 from nanoengine.api import progress
 from nanoengine.api.block_map import RequestBlocks
 from nanoengine.api.stats import EngineStats
+from nanoengine.sequence import RequestMetrics
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SETTINGS = {"dtype": "float32", "num_threads": 1, "kvcache_block_size": 8, "device": "cpu"}
@@ -122,6 +124,43 @@ def test_one_tier_and_a_closed_engine(tiny: Callable[[str], Path]) -> None:
         assert repr(llm) == f"<LLM {str(tiny('llama'))!r} on cpu, 1 threads, up to 48 tokens>"
     with pytest.raises(EngineClosedError):
         llm.stats()
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_prompt_counts_once_for_its_completions_and_beams(
+    tiny: Callable[[str], Path], is_cached: bool
+) -> None:
+    """None of its own tokens is a hit; what all of them generate counts."""
+    caching = {"enable_prefix_caching": is_cached, "num_gpu_blocks": 40}
+    with LLM(tiny("llama"), **SETTINGS, **caching) as llm:
+        three = replace(GREEDY, n=3, temperature=1.0)
+        (several,) = llm.generate([[7] * 40], three, use_tqdm=False)
+        llm.beam_search([[6] * 40], beam_width=4, max_tokens=5, ignore_eos=True, use_tqdm=False)
+        stats = llm.stats()
+        assert stats.num_prompt_tokens == 80 and stats.num_cached_tokens == 0
+        assert stats.num_looked_up_tokens == 80 * is_cached and stats.hit_rate == 0
+        assert stats.num_output_tokens == 3 * 4 + 1 + 4 * 4
+        llm.generate([[7] * 40], replace(three, prompt_logprobs=0), use_tqdm=False)
+        assert llm.stats().num_looked_up_tokens == 80 * is_cached  # its tokens are scored
+        (again,) = llm.generate([[7] * 40], three, use_tqdm=False)
+        stats = llm.stats()
+        assert stats.num_cached_tokens == again.num_cached_tokens == 39 * is_cached
+        assert stats.num_looked_up_tokens == 120 * is_cached and stats.num_prompt_tokens == 160
+    metrics = several.metrics
+    assert metrics is not None and metrics.num_tokens == 12 and metrics.num_completions == 3
+
+
+def test_the_times_of_a_request_are_those_of_all_its_completions() -> None:
+    first = RequestMetrics(1.0, 2.0, 3.0, 7.0, num_tokens=5, h2d_bytes=10, num_stalls=2)
+    second = RequestMetrics(1.0, 2.5, 3.5, 9.0, num_tokens=7, h2d_bytes=5, num_stalls=1)
+    both = first.plus(second)
+    assert both == RequestMetrics(
+        1.0, 2.0, 3.0, 9.0, num_tokens=12, h2d_bytes=15, num_stalls=2, num_completions=2
+    )
+    assert (first.tpot_s, both.tpot_s) == (1.0, 1.2)
+    unfinished = first.plus(RequestMetrics(1.0))
+    assert (unfinished.first_token_time, unfinished.num_tokens) == (3.0, 5)
+    assert RequestMetrics(1.0, 2.0, 3.0, 7.0, num_tokens=1).tpot_s is None
 
 
 def test_of_an_async_engine(tiny: Callable[[str], Path]) -> None:

@@ -68,7 +68,8 @@ def test_what_requests_did_is_counted(server: LiveServer) -> None:
     assert value("num_requests_running") == value("num_requests_waiting") == 0
     assert value("kv_cache_usage_perc") == 0
     assert value("generation_tokens_total") == 60 + 60 + 2 + 1
-    assert value("prompt_tokens_total") >= 4 * len(PROMPT)
+    assert value("prompt_tokens_total") == 4 * len(PROMPT)
+    assert value("prefix_cache_queries_total") == 4 * len(PROMPT)
     assert value("prompt_tokens_cached_total") >= cached > 0
     hits = value("prefix_cache_hits_total") + value("external_prefix_cache_hits_total")
     assert hits == value("prompt_tokens_cached_total")
@@ -191,6 +192,7 @@ def stats(**changes: Any) -> EngineStats:
 def test_the_line_of_the_log() -> None:
     before = stats(num_prompt_tokens=100, num_output_tokens=10, num_cached_tokens=30)
     now = stats(
+        num_looked_up_tokens=200,
         **{"num_prompt_tokens": 300, "num_output_tokens": 60, "num_running": 2, "num_waiting": 1},
         **{"num_cached_tokens": 80, "num_preemptions": 3},
     )

@@ -385,7 +385,7 @@ def test_every_field_is_among_the_parameters_tried() -> None:
 
 def test_statistics_go_through() -> None:
     use = TierUse(4, 3, 2, 1)
-    stats = EngineStats(("a", "b"), use, None, *range(13), {5: 6, 128: 7})
+    stats = EngineStats(("a", "b"), use, None, *range(14), {5: 6, 128: 7})
     for each in (stats, replace(stats, host=use)):
         assert through(EngineStats, each) == each
     blocks = RequestBlocks(3, "running", 4, 5, 5, True, 2, 1, (("device", 2), ("host", 70)))

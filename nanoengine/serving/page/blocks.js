@@ -85,7 +85,7 @@ class MemoryView {
       rows.push(["Host to device", rate("h2d_bytes", speed)], ["Device to host", rate("d2h_bytes", speed)]);
     }
     if (now.num_guessed) rows.push(["Drafted tokens right", percent(now.num_accepted, now.num_guessed)]);
-    rows.push(["Prompt tokens from the cache", percent(now.num_cached_tokens, now.num_prompt_tokens)]);
+    rows.push(["Prompt tokens from the cache", percent(now.num_cached_tokens, now.num_looked_up_tokens)]);
     this.find("speeds").replaceChildren(...rows.flatMap(([name, value]) => [node("dt", name), node("dd", value)]));
   }
 
