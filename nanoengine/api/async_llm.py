@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from nanoengine.api.request_forms import (
     Prompt,
     TemplateKwargs,
     Tools,
+    given_prompt,
     is_conversation,
     one_params,
 )
@@ -37,6 +38,7 @@ from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
 
 Answer = TypeVar("Answer")
+Opener = Callable[[LLM], DeltaStream]  # called in the engine's thread
 
 
 class AsyncLLM:
@@ -86,9 +88,10 @@ class AsyncLLM:
         request_id in use. Raises later TransferError if the request's KV is lost, the engine's
         error if the engine fails, EngineClosedError if it is closed.
         """
-        return self._outputs(
-            lambda llm: llm.stream(prompt, sampling_params), request_id, sampling_params
-        )
+        if is_conversation(prompt):
+            return self.chat(cast(Messages, prompt), sampling_params, request_id)
+        opener = partial(self._opener, prompt, sampling_params)
+        return self._outputs(opener, request_id, sampling_params)
 
     @explains_unknown(ARGUMENT, " of chat()")
     def chat(
@@ -120,9 +123,8 @@ class AsyncLLM:
         if is_conversation(prompt):
             return await self.stream_chat(cast(Messages, prompt), sampling_params, request_id)
         try:
-            return await self._open(
-                lambda llm: llm.stream(prompt, sampling_params), request_id, sampling_params
-            )
+            opener = partial(self._opener, prompt, sampling_params)
+            return await self._open(opener, request_id, sampling_params)
         except RequestError as error:
             raise without_our_lines(error) from error.__cause__
 
@@ -141,12 +143,8 @@ class AsyncLLM:
         template = add_generation_prompt, chat_template_kwargs
         try:
             rules, held = await self._rules(sampling_params, tools, tool_choice)
-            return await self._open(
-                lambda llm: llm.stream_held(messages, held, *template, rules),
-                request_id,
-                held,
-                rules,
-            )
+            opener = partial(self._chat_opener, messages, held, template, rules)
+            return await self._open(opener, request_id, held, rules)
         except RequestError as error:
             raise without_our_lines(error) from error.__cause__
 
@@ -197,9 +195,30 @@ class AsyncLLM:
         """What `function(llm)` returns: the engine's thread calls it between two steps."""
         return await asyncio.wrap_future(self._engine.post(function))
 
+    async def _opener(self, prompt: Any, params: OneParams) -> Opener:
+        """How to open a stream of a prompt. A text is encoded in a thread of its own, so that a
+        long one holds up neither the caller's loop nor other requests.
+        """
+        given = given_prompt(prompt)
+        if isinstance(given.prompt, str):
+            prompt = await asyncio.to_thread(self._engine.encoded, given)
+        return lambda llm: llm.stream(prompt, params)
+
+    async def _chat_opener(
+        self,
+        messages: Messages,
+        held: SamplingParams,
+        template: tuple[bool, TemplateKwargs],
+        rules: ChatRules,
+    ) -> Opener:
+        """The same for a conversation."""
+        chat = messages, *template, rules.shown
+        request = await asyncio.to_thread(self._engine.rendered, *chat)
+        return lambda llm: llm.stream_held(request, held, rules)
+
     async def _open(
         self,
-        open_stream: Callable[[LLM], DeltaStream],
+        make_opener: Callable[[], Awaitable[Opener]],
         request_id: str | None,
         params: OneParams,
         rules: ChatRules | None = None,
@@ -207,6 +226,7 @@ class AsyncLLM:
         given = one_params(params)
         if given is not None and given.form is not None:
             await asyncio.to_thread(self._engine.prepare, given.form)
+        open_stream = await make_opener()
         mailbox = Mailbox()
         begin = partial(self._engine.begin, mailbox, open_stream, request_id)
         try:
@@ -229,9 +249,8 @@ class AsyncLLM:
             rules, held = await self._rules(params, *tools)
         except RequestError as error:
             raise without_our_lines(error) from error.__cause__
-        outputs = self._outputs(
-            lambda llm: llm.stream_held(messages, held, *template, rules), request_id, held
-        )
+        opener = partial(self._chat_opener, messages, held, template, rules)
+        outputs = self._outputs(opener, request_id, held)
         async with aclosing(outputs):
             async for output in outputs:
                 yield rules.with_messages(output) if output.finished else output
@@ -249,12 +268,12 @@ class AsyncLLM:
 
     async def _outputs(
         self,
-        open_stream: Callable[[LLM], DeltaStream],
+        make_opener: Callable[[], Awaitable[Opener]],
         request_id: str | None,
         params: OneParams,
     ) -> AsyncGenerator[RequestOutput, None]:
         try:
-            async with await self._open(open_stream, request_id, params) as stream:
+            async with await self._open(make_opener, request_id, params) as stream:
                 so_far = await stream.take()  # one delta for each completion
                 begun = stream.begun()
                 while stream.output is None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from nanoengine.api.llm import LLM
 from nanoengine.api.mailbox import Mailbox
+from nanoengine.api.request_forms import GivenPrompt, Prompt, chat_prompt
 from nanoengine.api.streaming import DeltaStream
 from nanoengine.config.engine import Settings
 from nanoengine.devices.home_process import HomeProcess, join
@@ -56,6 +57,15 @@ class EngineThread:
         RequestErrors.
         """
         self.inputs.grammars.state_of(form)
+
+    def encoded(self, given: GivenPrompt) -> Prompt:
+        """A prompt with its text as token ids, too. Raises RequestErrors."""
+        ids = self.inputs.encode(given.prompt)
+        return {"prompt_token_ids": ids, "prompt": given.prompt, "cache_salt": given.cache_salt}
+
+    def rendered(self, *chat: Any) -> GivenPrompt:
+        """A conversation as a prompt; chat: what chat_prompt() takes beside the model's."""
+        return chat_prompt(self.inputs.tokenizer, self.plan.max_model_len, *chat)
 
     def post(self, function: Callable[[LLM], Answer]) -> Future[Answer]:
         """Have the engine's thread call `function(llm)` before its next step."""

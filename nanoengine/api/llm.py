@@ -27,12 +27,12 @@ from nanoengine.api.request_forms import (
     Prompt,
     TemplateKwargs,
     Tools,
+    chat_prompt,
     given_prompt,
     is_conversation,
     is_single,
     one_params,
     params_for,
-    template_variables,
 )
 from nanoengine.api.stats import EngineStats
 from nanoengine.api.streaming import DeltaStream
@@ -263,19 +263,13 @@ class LLM:
         """
         rules = self.chat_rules(tools, tool_choice)
         held = rules.params(one_params(sampling_params) or self.llm_engine.inputs.default_params)
-        return self.stream_held(messages, held, add_generation_prompt, chat_template_kwargs, rules)
+        template = add_generation_prompt, chat_template_kwargs, rules.shown
+        return self.stream_held(self._chat_request(messages, *template), held, rules)
 
     def stream_held(
-        self,
-        messages: Messages,
-        params: SamplingParams,
-        add_generation_prompt: bool,
-        chat_template_kwargs: TemplateKwargs,
-        rules: ChatRules,
+        self, request: GivenPrompt, params: SamplingParams, rules: ChatRules
     ) -> DeltaStream:
-        """As stream_chat(), with parameters that `rules` have made."""
-        template = add_generation_prompt, chat_template_kwargs, rules.shown
-        request = self._chat_request(messages, *template)
+        """As stream_chat(), of what chat_prompt() and `rules` have made."""
         return self._stream(request, params, rules.reader(request.text or ""))
 
     def close_streams(self, streams: Iterable[DeltaStream]) -> None:
@@ -328,13 +322,8 @@ class LLM:
     def _chat_request(
         self, messages: Any, add_generation_prompt: bool, kwargs: TemplateKwargs, tools: Tools
     ) -> GivenPrompt:
-        try:
-            variables = template_variables(add_generation_prompt, kwargs, tools)
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **variables)
-        except RequestError as error:
-            return GivenPrompt(None, error=error)
-        # The template has already written the special tokens, also the beginning-of-sequence token.
-        return GivenPrompt(self.tokenizer.encode(text, add_special_tokens=False), text)
+        template = messages, add_generation_prompt, kwargs, tools
+        return chat_prompt(self.tokenizer, self.plan.max_model_len, *template)
 
     @cached_property
     def _parsers(self) -> ChatParsers:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError, shown
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.text.tokenizer import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
 OneParams = SamplingParams | Mapping[str, Any] | None
@@ -63,6 +64,26 @@ def given_prompt(prompt: Any) -> GivenPrompt:
     if "role" in prompt:
         error += "; a list of messages is a conversation: use chat() or stream_chat()"
     return GivenPrompt(None, error=InvalidPromptError(error))
+
+
+def chat_prompt(
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    messages: Any,
+    add_generation_prompt: bool,
+    kwargs: TemplateKwargs,
+    tools: Tools,
+) -> GivenPrompt:
+    """The GivenPrompt of a conversation, rendered and encoded, or with the error against it. Any
+    thread may call it.
+    """
+    try:
+        variables = template_variables(add_generation_prompt, kwargs, tools)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+        # The template has already written the special tokens, also the one that begins a sequence.
+        return GivenPrompt(tokenizer.encode_within(max_model_len, text, False), text)
+    except RequestError as error:
+        return GivenPrompt(None, error=error)
 
 
 def is_conversation(prompt: object) -> bool:

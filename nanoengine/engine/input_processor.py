@@ -114,8 +114,11 @@ class InputProcessor:
         return seqs
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt. Raises InvalidPromptError when it is empty."""
-        return self._checked_ids(self.tokenizer.encode(text) if text else [])
+        """Token ids of a prompt; any thread may call it. Raises InvalidPromptError when it is
+        empty, PromptTooLongError when it is surely too long.
+        """
+        limit = self._plan.max_model_len
+        return self._checked_ids(self.tokenizer.encode_within(limit, text) if text else [])
 
     def _sequence(
         self,
@@ -263,6 +266,8 @@ def _checked_salt(salt: object) -> str:
 
 def _token_id(value: object) -> int:
     """The int of an integer of any type, numpy's and PyTorch's too. Raises InvalidPromptError."""
+    if type(value) is int:
+        return value
     if not isinstance(value, bool):
         with suppress(TypeError):
             return operator.index(value)  # type: ignore[arg-type]

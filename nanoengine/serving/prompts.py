@@ -13,7 +13,6 @@ from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 from nanoengine.api.request_forms import Tools, template_variables
-from nanoengine.errors import PromptTooLongError
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_logprobs import TokenBytes
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
@@ -93,13 +92,7 @@ class Prompts:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Raises PromptTooLongError if they are surely too many."""
         limit = self._facts.max_model_len
-        most = limit * self._longest_token
-        if len(text) > most:
-            raise PromptTooLongError(
-                f"the prompt has {len(text)} characters, and {limit} tokens (max_model_len), "
-                f"the limit, have at most {most}"
-            )
-        return self._tokenizer.encode(text, add_special_tokens)
+        return self._tokenizer.encode_within(limit, text, add_special_tokens)
 
     def _prompt(self, request: Asked, given: Any, is_rendered: bool) -> Prepared:
         # A template has written the special tokens already.
@@ -124,10 +117,6 @@ class Prompts:
         """Of the model's answers."""
         options = self._options
         return ChatParsers.of(self._tokenizer, options.tool_call_parser, options.reasoning_parser)
-
-    @cached_property
-    def _longest_token(self) -> int:
-        return max(map(len, self._tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
 
 
 def json_of(body: bytes) -> Any:

@@ -13,7 +13,12 @@ from typing import Any, Literal, overload
 
 import tokenizers
 
-from nanoengine.errors import InvalidPromptError, RequestError, ends_at_the_user
+from nanoengine.errors import (
+    InvalidPromptError,
+    PromptTooLongError,
+    RequestError,
+    ends_at_the_user,
+)
 from nanoengine.text.byte_tokens import REPLACEMENT, with_replacements
 from nanoengine.text.chat_template import ChatTemplate
 from nanoengine.text.checked_json import has_file
@@ -92,6 +97,11 @@ class Tokenizer:
         decoder = self._backend.decoder
         return decoder is not None and b"ByteFallback" in decoder.__getstate__()
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
     @property
     def bos_token_id(self) -> int | None:
         """Id of the beginning-of-text token, None without one."""
@@ -127,6 +137,17 @@ class Tokenizer:
         except BaseException as error:
             _let_interrupts_through(error)
             raise InvalidPromptError(f"the prompt cannot be encoded: {_text_of(error)}") from error
+
+    def encode_within(self, limit: int, text: str, add_special_tokens: bool = True) -> list[int]:
+        """As encode(). Raises PromptTooLongError at once for a text of surely more than `limit`
+        tokens (max_model_len).
+        """
+        if len(text) > (most := limit * self.longest_token):
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters, and {limit} tokens (max_model_len), "
+                f"the limit, have at most {most}"
+            )
+        return self.encode(text, add_special_tokens)
 
     @ends_at_the_user
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

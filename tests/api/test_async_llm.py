@@ -27,6 +27,7 @@ from nanoengine import (
     SamplingParams,
 )
 from nanoengine.errors import EngineClosedError, ModelNotFoundError, RequestError, TransferError
+from nanoengine.text.tokenizer import Tokenizer
 
 BLOCK = 4
 SETTINGS: dict[str, Any] = {
@@ -428,6 +429,54 @@ def test_a_loop_that_is_closed_under_its_caller_ends_the_request(
     loop.close()
     same(run(last(shared, "other")), plain.generate("other", GREEDY, use_tqdm=False)[0])
     run(assert_idle(shared))
+
+
+def test_neither_the_engine_nor_the_loop_waits_for_a_text(
+    shared: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are encoded, and conversations rendered, in other threads."""
+    threads: list[threading.Thread] = []
+    talk = [{"role": "user", "content": "a word"}]
+
+    def noting(name: str) -> None:
+        real = getattr(Tokenizer, name)
+
+        def noted(self: Tokenizer, text: Any, *args: Any, **kwargs: Any) -> Any:
+            if "a word" in str(text):
+                threads.append(threading.current_thread())
+            return real(self, text, *args, **kwargs)
+
+        monkeypatch.setattr(Tokenizer, name, noted)
+
+    async def work() -> None:
+        salted = {"prompt": "a word", "cache_salt": "x"}
+        for prompt in ("a word", salted, talk):
+            await last(shared, prompt)
+            await collect_deltas(await shared.stream(prompt, GREEDY))
+        assert [output async for output in shared.chat(talk, GREEDY)]
+        await collect_deltas(await shared.stream_chat(talk, GREEDY))
+
+    noting("encode")
+    noting("apply_chat_template")
+    run(work())
+    assert len(threads) == 4 + 2 * 4
+    assert not {*threads} & {threading.current_thread(), *engine_threads()}
+
+
+def test_a_text_of_too_many_characters_is_refused_before_it_is_encoded(
+    shared: AsyncLLM, plain: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = plain.plan.max_model_len
+    longest = max(map(len, plain.tokenizer.backend.get_vocab()))
+    text = "a" * (limit * longest + 1)
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("it was encoded"))
+    talk = [{"role": "user", "content": text}]
+    for call in (plain.generate, plain.stream, plain.chat, plain.stream_chat):
+        with pytest.raises(PromptTooLongError, match=f"characters, and {limit} tokens"):
+            call(talk if "chat" in call.__name__ else text, GREEDY)
+    for stream in (shared.stream(text), shared.stream_chat(talk)):
+        with pytest.raises(PromptTooLongError, match="characters"):
+            run(stream)
 
 
 def test_bad_requests_raise_what_generate_raises(shared: AsyncLLM) -> None:
