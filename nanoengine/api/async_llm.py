@@ -16,7 +16,6 @@ from nanoengine.api.chat_rules import ChatRules
 from nanoengine.api.delta_stream import AsyncDeltaStream
 from nanoengine.api.engine_thread import EngineThread
 from nanoengine.api.llm import LLM
-from nanoengine.api.mailbox import Mailbox
 from nanoengine.api.request_forms import (
     Messages,
     OneParams,
@@ -227,7 +226,7 @@ class AsyncLLM:
         if given is not None and given.form is not None:
             await asyncio.to_thread(self._engine.prepare, given.form)
         open_stream = await make_opener()
-        mailbox = Mailbox()
+        mailbox = self._engine.mailbox()
         begin = partial(self._engine.begin, mailbox, open_stream, request_id)
         try:
             return AsyncDeltaStream(self._engine, mailbox, *await self.call(begin), rules)

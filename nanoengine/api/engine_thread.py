@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -30,7 +31,7 @@ class EngineThread:
 
     def __init__(self, model: str | Path, settings: Settings) -> None:
         self._home = HomeProcess()
-        self._changed = threading.Condition()  # guards the next three
+        self._changed = threading.Condition()  # guards the next three, and mailboxes
         self._posted: list[Mailbox | tuple[Callable[[LLM], Any], Future[Any]]] = []
         self._is_closed = False
         self._cause: BaseException | None = None
@@ -67,6 +68,10 @@ class EngineThread:
         """A conversation as a prompt; chat: what chat_prompt() takes beside the model's."""
         return chat_prompt(self.inputs.tokenizer, self.plan.max_model_len, *chat)
 
+    def mailbox(self) -> Mailbox:
+        """A new mailbox for a caller on the running loop."""
+        return Mailbox(self._changed)
+
     def post(self, function: Callable[[LLM], Answer]) -> Future[Answer]:
         """Have the engine's thread call `function(llm)` before its next step."""
         self._home.check("this engine")
@@ -94,11 +99,19 @@ class EngineThread:
                 self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread and wait for its end; a forked process has no such thread."""
+        """End the thread and wait for its end; a forked process has no such thread. A signal
+        handler may call it where its own thread holds the lock: the wait is then for Python's exit,
+        as the engine's thread may need the lock to end.
+        """
         if not self._home.is_here:
             return
         self._refuse(None)
-        join(self._thread)
+        try:
+            self._changed.notify()
+        except RuntimeError:  # the calling thread does not hold the lock
+            join(self._thread)
+        else:
+            atexit.register(join, self._thread)
 
     def _refuse(self, cause: BaseException | None) -> None:
         with self._changed:

@@ -13,12 +13,13 @@ from nanoengine.outputs import RequestOutput, StreamDelta
 class Mailbox:
     """New output of one request for its caller; made on the caller's loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.Condition) -> None:
+        """lock: guards what arrives. It is the engine's: who holds it must not wait for that."""
         self.loop = asyncio.get_running_loop()
         self.is_done = False  # the caller has the last output or the error, or has left
         self.wants_deltas = True  # False: only the last output
         self._arrived = asyncio.Event()
-        self._lock = threading.Lock()
+        self._lock = lock
         self._deltas: list[StreamDelta] = []
         self._end: RequestOutput | BaseException | None = None
         self._trace: TracebackType | None = None

@@ -5,6 +5,7 @@ benchmarks/proofs/storms.py does the same many times at random instants.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -122,6 +123,30 @@ def test_closing_inside_a_step_is_left_to_its_end(llm: LLM) -> None:
     llm.llm_engine.step = closing  # type: ignore[method-assign]
     with pytest.raises(EngineClosedError):
         llm.generate("x", GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("lock", ["engine", "mailbox"])
+def test_closing_an_async_engine_where_its_lock_is_held(tiny: Tiny, lock: str) -> None:
+    """As a signal handler may do it: the engine's thread cannot end before the lock is released."""
+    llm = AsyncLLM(tiny("llama"), **SETTINGS)
+
+    async def close() -> None:
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        stream = await llm.stream("x", params)
+        held = llm._engine._changed if lock == "engine" else stream._mailbox._lock
+
+        def closing() -> None:
+            with held:
+                llm.close()
+
+        assert ends(closing)
+        with pytest.raises(EngineClosedError):
+            async for _ in stream:
+                pass
+
+    asyncio.run(asyncio.wait_for(close(), 60))
+    llm._engine._thread.join(60)
+    assert not llm._engine._thread.is_alive()
 
 
 class Called:
