@@ -16,6 +16,7 @@ from nanoengine.api.chat_rules import ChatRules
 from nanoengine.api.delta_stream import AsyncDeltaStream
 from nanoengine.api.engine_thread import EngineThread
 from nanoengine.api.llm import LLM
+from nanoengine.api.outputs_so_far import OutputsSoFar
 from nanoengine.api.request_forms import (
     Messages,
     OneParams,
@@ -29,7 +30,6 @@ from nanoengine.api.request_forms import (
 from nanoengine.api.stats import EngineStats
 from nanoengine.api.streaming import DeltaStream
 from nanoengine.config.engine import NAMES, Settings, shows_settings
-from nanoengine.engine.completion import merge_deltas, outputs_of
 from nanoengine.errors import RequestError, ends_at_the_user, without_our_lines
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
@@ -273,11 +273,11 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         try:
             async with await self._open(make_opener, request_id, params) as stream:
-                so_far = await stream.take()  # one delta for each completion
+                so_far = OutputsSoFar(await stream.take())
                 begun = stream.begun()
                 while stream.output is None:
-                    yield replace(begun, outputs=outputs_of(so_far))
-                    so_far = merge_deltas([*so_far, *await stream.take()])
+                    yield replace(begun, outputs=so_far.outputs())
+                    so_far.add(await stream.take())
                 yield stream.output
         except RequestError as error:
             raise without_our_lines(error) from error.__cause__

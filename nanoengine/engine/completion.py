@@ -107,7 +107,7 @@ def merge_deltas(deltas: Iterable[StreamDelta]) -> list[StreamDelta]:
 
 
 def output_of(whole: StreamDelta) -> CompletionOutput:
-    """The output of a completion, from all of its deltas so far, merged."""
+    """The output of a completion, from a delta that holds all of it."""
     scored = None if whole.logprobs is None else zip(whole.token_ids, whole.logprobs, strict=True)
     return CompletionOutput(
         whole.index,
@@ -118,11 +118,6 @@ def output_of(whole: StreamDelta) -> CompletionOutput:
         None if whole.logprobs is None else [*whole.logprobs],
         None if scored is None else sum(entry[token_id].logprob for token_id, entry in scored),
     )
-
-
-def outputs_of(wholes: Iterable[StreamDelta]) -> list[CompletionOutput]:
-    """The outputs of a request's completions, in the order of their indices."""
-    return [output_of(whole) for whole in sorted(wholes, key=lambda whole: whole.index)]
 
 
 def token_logprobs(score: TokenScore, tokenizer: Tokenizer | None) -> TokenLogprobs:

@@ -26,6 +26,7 @@ from nanoengine import (
     RequestOutput,
     SamplingParams,
 )
+from nanoengine.engine import completion
 from nanoengine.errors import EngineClosedError, ModelNotFoundError, RequestError, TransferError
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -157,6 +158,23 @@ def test_logprobs_so_far(shared: AsyncLLM, plain: LLM) -> None:
         assert found == expected
 
     asyncio.run(ask())
+
+
+def test_logprobs_so_far_are_looked_at_once(
+    shared: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_looks = [0]
+
+    class Counted(dict[int, Any]):
+        def __getitem__(self, key: int) -> Any:
+            num_looks[0] += 1
+            return super().__getitem__(key)
+
+    real = completion.token_logprobs
+    monkeypatch.setattr(completion, "token_logprobs", lambda *args: Counted(real(*args)))
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=0)
+    outputs = run(collect(shared, "look", params))
+    assert len(outputs) > 30 and 60 <= num_looks[0] <= 2 * 60
 
 
 def test_a_stream_gives_what_is_new(shared: AsyncLLM, plain: LLM) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nanoengine.engine.completion import merge_deltas, outputs_of
+from nanoengine.api.outputs_so_far import OutputsSoFar
 from nanoengine.outputs import Logprob, RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.messages_answers import MessagesWriter, count_body, messages_error
@@ -69,7 +69,7 @@ def deltas(index: int = 0, reason: str = "stop", with_logprobs: bool = True) -> 
 
 
 def output(made: list[StreamDelta]) -> RequestOutput:
-    outputs = outputs_of(merge_deltas(made))
+    outputs = OutputsSoFar(made).outputs()
     scores = None if made[0].logprobs is None else [None, *scored(2)]
     return RequestOutput(0, "p", [1, 2], outputs, num_cached_tokens=1, prompt_logprobs=scores)
 

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.engine.completion import merge_deltas, outputs_of
+from nanoengine.api.outputs_so_far import OutputsSoFar
 from nanoengine.outputs import Logprob, RequestOutput, StreamDelta, TokenLogprobs
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_chunks import ChatChunks, CompletionChunks
@@ -102,7 +102,7 @@ def test_the_chunks_of_a_chat_are_the_answer(
     params = SamplingParams(n=len(made), logprobs=2 if scored else None)
     request = ChatRequest([], params, streaming=streaming)
     lines = [deltas_of(draw, index, tokens, scored) for index, tokens in enumerate(made)]
-    output = RequestOutput(7, "p", [0, 1, 2], outputs_of(merge_deltas(chain(*lines))))
+    output = RequestOutput(7, "p", [0, 1, 2], OutputsSoFar(chain(*lines)).outputs())
     writer = ChatChunks(request, "7", "m", token_bytes, ChatParsers())
     body = writer.whole([output])
 
@@ -146,7 +146,7 @@ def test_the_chunks_of_a_completion_are_the_answer(
     for number, texts in enumerate(made):
         parts = [deltas_of(draw, index, tokens, scored) for index, tokens in enumerate(texts)]
         prompt_scores = [None, *scores(prompts[number][1:])] if scored and echo else None
-        made_of = outputs_of(merge_deltas(chain(*parts)))
+        made_of = OutputsSoFar(chain(*parts)).outputs()
         text = None if number else "aé"
         outputs.append(
             RequestOutput(7, text, prompts[number], made_of, prompt_logprobs=prompt_scores)
