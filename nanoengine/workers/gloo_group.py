@@ -19,17 +19,17 @@ from nanoengine.errors import EngineError
 from nanoengine.workers.group import check_part, check_whole
 
 _CONNECT_S = 60.0
-_CALL_S = 300.0  # how long a call waits for other ranks
 
 
 class GlooGroup:
     """A Group (see group.py). abort wakes this rank; peers notice when they next wait for it."""
 
-    def __init__(self, store: Path, rank: int, size: int) -> None:
+    def __init__(self, store: Path, rank: int, size: int, timeout_s: float = 300.0) -> None:
         """Meets the other ranks, and returns when all are there. Raises EngineError.
 
-        store: where to make a file: the same path for all ranks, in a folder that is ours alone,
-        and that can go once rank 0 has its group.
+        store      where to make a file: the same path for all ranks, in a folder that is ours
+                   alone, and that can go once rank 0 has its group
+        timeout_s  how long a call waits for other ranks
         """
         self.rank, self.size = rank, size
         self.tape, self.can_replay = None, False
@@ -43,7 +43,7 @@ class GlooGroup:
             gloo.barrier().wait()  # the file is read no more
         except RuntimeError as error:
             raise EngineError(f"rank {rank} of {size} did not meet the others: {error}") from error
-        gloo.set_timeout(timedelta(seconds=_CALL_S))
+        gloo.set_timeout(timedelta(seconds=timeout_s))
         self._gloo: Any = gloo  # its type hints lack half of it
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:

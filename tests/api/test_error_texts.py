@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from nanoengine import LLM, EngineError, SamplingParams
@@ -39,6 +40,17 @@ class Bench:
         for file, content in files.items():
             (made / f"{file}.json").write_text(json.dumps(content), encoding="utf-8")
         return made
+
+    def part_of_a_gguf(self) -> Path:
+        """The first of two files."""
+        path = self.place / "m-00001-of-00002.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_uint16("split.no", 0)
+        writer.add_uint16("split.count", 2)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        return path
 
     def loaded(self, **settings: Any) -> None:
         """Load the model with these settings."""
@@ -234,6 +246,10 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     "34 revision": (
         lambda b: b.loaded(revision="main"),
         ("main revision", "hf download MODEL --revision REVISION"),
+    ),
+    "35 part of a GGUF": (
+        lambda b: LLM(b.part_of_a_gguf()),
+        ("part 1 of 2", "llama-gguf-split --merge m-00001-of-00002.gguf m.gguf"),
     ),
 }
 HQQ = {"quant_method": "hqq"}
