@@ -10,8 +10,8 @@ import shutil
 from importlib import metadata
 
 import nanoengine
-from nanoengine.cli.flags import PREFIX
-from nanoengine.config.engine import GIB, in_gib
+from nanoengine.cli.flags import OTHER_VARIABLES, PREFIX
+from nanoengine.config.engine import GIB, NAMES, in_gib
 
 PACKAGES = (
     "torch",
@@ -24,6 +24,9 @@ PACKAGES = (
     "numpy",
     "flash-attn",
 )
+# Variables with our prefix whose values are shown: the server's key is a secret, and others may be
+# another program's.
+OURS = {PREFIX + name.upper() for name in (*NAMES, *OTHER_VARIABLES) if name != "api_key"}
 VARIABLES = ("CC", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HUB_CACHE", "HF_HUB_OFFLINE")
 
 
@@ -57,7 +60,11 @@ def environment() -> dict[str, str]:
     found |= {name: _version(name) for name in PACKAGES}
     named = sorted(name for name in os.environ if name.startswith(PREFIX))
     variables = [name for name in (*VARIABLES, *named) if name in os.environ]
-    return found | {f"${name}": os.environ[name] for name in variables}
+    shown = {*VARIABLES, *OURS}
+    return found | {
+        f"${name}": os.environ[name] if name in shown else "set, and not shown"
+        for name in variables
+    }
 
 
 def _cache() -> str:

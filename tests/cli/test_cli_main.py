@@ -152,11 +152,14 @@ def test_collect_env_shows_versions_and_settings_but_no_secrets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NANOENGINE_RING_SLOTS", "3")
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    for name in ("HF_TOKEN", "NANOENGINE_API_KEY", "NANOENGINE_OF_ANOTHER_PROGRAM"):
+        monkeypatch.setenv(name, "a_secret")
     assert main(["collect-env"]) == 0
     shown = capsys.readouterr().out
-    assert nanoengine.__version__ in shown and "$NANOENGINE_RING_SLOTS" in shown
-    assert "hf_secret" not in shown
+    assert nanoengine.__version__ in shown and "a_secret" not in shown
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in shown.splitlines()}
+    assert lines["$NANOENGINE_RING_SLOTS"] == "3"
+    assert lines["$NANOENGINE_API_KEY"] == lines["$NANOENGINE_OF_ANOTHER_PROGRAM"]
     assert main(["collect-env", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nanoengine"] == nanoengine.__version__
 
