@@ -19,7 +19,7 @@ import torch
 
 from nanoengine.api.llm import LLM
 from nanoengine.bench.report import first_difference, versions
-from nanoengine.bench.workload import check_lengths, count, random_requests
+from nanoengine.bench.workload import check_lengths, count, positive, random_requests
 from nanoengine.config.attention import ATTENTION_LIMITS
 from nanoengine.errors import EngineError
 from nanoengine.outputs import RequestOutput
@@ -319,6 +319,10 @@ def _offload_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--kv-offload-gib", type=float, default=2.0, help="host KV")
 
 
+def _rate(text: str) -> float | None:
+    return None if text == "inf" else positive(text)  # vLLM's name for "at once"
+
+
 def _serve_arguments(sub: argparse.ArgumentParser) -> None:
     sub.set_defaults(run=serve)
     add = sub.add_argument
@@ -328,13 +332,14 @@ def _serve_arguments(sub: argparse.ArgumentParser) -> None:
     add("--vocab-size", type=count, default=32000, help="prompts are ids below it")
     add("--num-prompts", type=count, default=32, help="requests in all")
     add("--max-concurrency", type=count, help="requests open at once (default: all)")
-    add("--request-rate", type=float, help="requests a second, at random times (default: at once)")
+    rate = "requests a second, at random times; inf: at once (default: inf)"
+    add("--request-rate", type=_rate, help=rate)
     add("--min-input", type=count, default=64, help="tokens of a prompt, at least")
     add("--max-input", type=count, default=512, help="and at most")
     add("--min-output", type=count, default=64, help="tokens of an answer, at least")
     add("--max-output", type=count, default=256, help="and at most")
     add("--seed", type=int, default=0, help="of prompts, lengths and times")
-    add("--timeout", type=float, default=600.0, help="seconds without a byte")
+    add("--timeout", type=positive, default=600.0, help="seconds without a byte")
     add("--json", metavar="FILE", help="also write the result here, indented")
     add("--record", metavar="FILE", help="write each line of the answers here, with its time")
 

@@ -151,12 +151,13 @@ async def _served_model(client: httpx2.AsyncClient) -> str:
 
 async def _arriving(asked: Sequence[Asked], rate: float | None, seed: int) -> AsyncIterator[Asked]:
     """The requests one after the other, `rate` a second on average (a Poisson process); None: at
-    once.
+    once. One that comes late, as sleep ends late, does not delay those after it.
     """
-    rng = random.Random(seed)
+    rng, due = random.Random(seed), time.perf_counter()
     for number, each in enumerate(asked):
         if number and rate is not None:
-            await asyncio.sleep(rng.expovariate(rate))
+            due += rng.expovariate(rate)
+            await asyncio.sleep(due - time.perf_counter())
         yield each
 
 
@@ -170,7 +171,7 @@ async def _ask(client: httpx2.AsyncClient, model: str, asked: Asked, keeps_lines
                 return answer
             async for line in response.aiter_lines():
                 _read_line(answer, line)
-    except httpx2.HTTPError as error:
+    except Exception as error:  # a chunk that is none of OpenAI's, too: the others go on
         answer.error = repr(error)
     if not answer.times:
         answer.error = answer.error or "the answer has no text"

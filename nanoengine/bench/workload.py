@@ -6,6 +6,7 @@ Requests are equal for an equal seed and equal sizes.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from collections.abc import Iterator
 
@@ -17,6 +18,17 @@ def count(text: str) -> int:
     number = int(text) if text.isascii() and text.isdecimal() else 0
     if not 1 <= number <= MAX_COUNT:
         raise argparse.ArgumentTypeError(f"must be from 1 to {MAX_COUNT}, got {text}")
+    return number
+
+
+def positive(text: str) -> float:
+    """The type of a flag that is a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
     return number
 
 

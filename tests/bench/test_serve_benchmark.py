@@ -23,7 +23,9 @@ GAP_S = 0.02
 
 
 class Toy(BaseHTTPRequestHandler):
-    """Answers each prompt with as many words as it wants; refuses prompts of 7 tokens."""
+    """Answers each prompt with as many words as it wants; refuses prompts of 7 tokens, and answers
+    those of 9 with what is no JSON.
+    """
 
     protocol_version = "HTTP/1.1"
     num_open = most_open = 0
@@ -47,6 +49,8 @@ class Toy(BaseHTTPRequestHandler):
         for _ in range(body["max_tokens"]):
             time.sleep(GAP_S)
             self._event({"choices": [{"text": " word"}], "usage": None})
+        if len(body["prompt"]) == 9:
+            self.wfile.write(b"data: <html>\n\n")
         usage = {"completion_tokens": body["max_tokens"]}
         self._event({"choices": [], "usage": usage})
         self.wfile.write(b"data: [DONE]\n\n")
@@ -101,22 +105,42 @@ def test_figures_are_those_of_the_server(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_requests_come_at_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Poisson process: independent waits, exponential with the mean 1 / rate."""
-    waits: list[float] = []
+    """A Poisson process: independent gaps, exponential with the mean 1 / rate, although each sleep
+    ends late.
+    """
+    now, late = 0.0, 0.005
 
     async def sleep(seconds: float) -> None:
-        waits.append(seconds)
+        nonlocal now
+        now += max(0.0, seconds) + late
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     asked = [Asked([1], 1)] * 4000
 
-    async def arrive(rate: float | None) -> list[Asked]:
-        return [each async for each in _arriving(asked, rate, seed=0)]
+    async def arrive(rate: float | None) -> list[float]:
+        return [now async for each in _arriving(asked, rate, seed=0) if each is asked[0]]
 
-    assert asyncio.run(arrive(None)) == asked and not waits
-    assert asyncio.run(arrive(20)) == asked and len(waits) == len(asked) - 1
-    assert np.mean(waits) == pytest.approx(1 / 20, rel=0.05)
-    assert np.std(waits) == pytest.approx(1 / 20, rel=0.05)
+    assert asyncio.run(arrive(None)) == [0.0] * len(asked)
+    times = asyncio.run(arrive(20))
+    assert len(times) == len(asked) and np.mean(np.diff(times)) == pytest.approx(1 / 20, rel=0.05)
+    assert np.std(np.diff(times)) == pytest.approx(1 / 20, rel=0.05)
+
+
+@pytest.mark.parametrize("flag", ["--request-rate", "--timeout"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "fast"])
+def test_a_rate_or_a_time_that_is_none_is_named(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", flag, value])
+    assert f"argument {flag}: must be a number above 0, got {value}" in capsys.readouterr().err
+
+
+def test_inf_is_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--min-output", "1", "--max-output", "1"]
+    found = bench(capsys, "--num-prompts", "2", "--request-rate", "inf", *sizes)
+    assert found["completed"] == 2 and found["request_rate"] == "inf"
 
 
 def test_a_failed_request_is_counted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +150,13 @@ def test_a_failed_request_is_counted_and_told(capsys: pytest.CaptureFixture[str]
     assert found["errors"] == ['HTTP 400: {"error": {"message": "seven"}}']
     with pytest.raises(EngineError, match=r"all 2 requests failed.*seven"):
         bench(capsys, "--num-prompts", "2", "--min-input", "7", "--max-input", "7")
+
+
+def test_an_answer_that_is_none_spoils_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--min-input", "8", "--max-input", "9", "--min-output", "1", "--max-output", "1"]
+    found = bench(capsys, "--num-prompts", "12", *sizes)
+    assert found["failed"] and found["completed"] + found["failed"] == 12
+    assert len(found["errors"]) == 1 and "JSONDecodeError" in found["errors"][0]
 
 
 def test_what_came_is_kept_with_its_times(
