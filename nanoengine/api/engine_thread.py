@@ -212,13 +212,14 @@ class EngineThread:
 
     def _step(self, llm: LLM) -> None:
         ended = {output.request_id: output for output in llm.llm_engine.step()}
-        self._wake(
-            [
-                mailbox
-                for mailbox, (_, stream) in list(self._open.items())
-                if self._deliver(mailbox, ended.get(stream.request.request_id))
-            ]
-        )
+        woken = []
+        for mailbox, (_, stream) in list(self._open.items()):
+            output = ended.get(stream.request.request_id)
+            if output is None and stream.request.has_ended:  # in a step of a posted function
+                output = stream.request.output()
+            if self._deliver(mailbox, output):
+                woken.append(mailbox)
+        self._wake(woken)
 
     def _deliver(self, mailbox: Mailbox, output: RequestOutput | None) -> bool:
         """Put new output of a request into its mailbox; True if the caller must be woken."""

@@ -438,6 +438,27 @@ def test_loops_of_two_threads_at_once(shared: AsyncLLM, plain: LLM) -> None:
     run(assert_idle(shared))
 
 
+def test_what_ends_within_a_call_reaches_its_caller(shared: AsyncLLM, plain: LLM) -> None:
+    """LLM's own methods step the engine, beside open requests."""
+
+    async def work() -> list[Any]:
+        beside = [asyncio.create_task(last(shared, prompt)) for prompt in ("short", "another")]
+        while len(shared._engine._open) < 2:
+            await asyncio.sleep(0)
+        made = await shared.call(lambda llm: llm.generate("long", LONG, use_tqdm=False))
+        beams = await shared.call(lambda llm: llm.beam_search("b", beam_width=2, max_tokens=20))
+        found = [*await asyncio.gather(*beside), *made]
+        await assert_idle(shared)
+        return [found, beams]
+
+    found, beams = run(work())
+    expected = plain.generate(["short", "another"], GREEDY, use_tqdm=False)
+    expected += plain.generate(["long"], LONG, use_tqdm=False)
+    for output, wanted in zip(found, expected, strict=True):
+        same(output, wanted)
+    assert beams == plain.beam_search("b", beam_width=2, max_tokens=20)
+
+
 def test_a_loop_that_is_closed_under_its_caller_ends_the_request(
     shared: AsyncLLM, plain: LLM
 ) -> None:
