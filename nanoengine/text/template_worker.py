@@ -163,7 +163,7 @@ def _grammar_text(matcher: Any, kind: str, text: str, whitespace: str) -> str:
         return str(matcher.grammar_from_regex(text))
     if kind == "choice":
         choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
-        text = "start: " + " | ".join(choices)
+        text = "start: CHOICE\nCHOICE: " + " | ".join(choices)  # one item of a row, not thousands
     elif "::=" in text:
         from llguidance.gbnf_to_lark import any_to_lark
 

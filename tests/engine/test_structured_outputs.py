@@ -26,6 +26,7 @@ from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError
 from nanoengine.outputs import CompletionOutput
+from nanoengine.sampling_params import MAX_CHOICES
 from nanoengine.text import grammar
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -189,6 +190,13 @@ def test_a_text_has_its_form(llm: LLM, form: dict[str, Any], pattern: str) -> No
         if pattern in (r"\{.*", ".*"):
             json.loads(made.text)
     assert ended or "json" in next(iter(form))
+
+
+def test_there_may_be_as_many_choices_as_it_says(llm: LLM) -> None:
+    choices = [f"number {number}" for number in range(MAX_CHOICES)]
+    asked = SamplingParams(max_tokens=20, seed=3, structured_outputs={"choice": choices})
+    (output,) = llm.generate("x", asked, use_tqdm=False)
+    assert output.error is None and output.outputs[0].text in choices
 
 
 def test_completions_and_seeds_are_those_of_single_requests(
