@@ -5,6 +5,7 @@ Knows token ids and the marks of thoughts (reasoning.py); no requests, no logits
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -27,13 +28,15 @@ class Phase(Enum):
 class ThinkingMarks:
     """The tokens that thoughts begin and end with, and which of all may be thought.
 
-    any_token, no_end: bits of token ids, the lowest first: all, and all that end no text.
+    any_token, no_end: bits of token ids, the lowest first: all, and all that end no text. is_space:
+    whether a token is spaces alone, which may stand before the thoughts.
     """
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
     any_token: bytes
     no_end: bytes
+    is_space: Callable[[int], bool]
 
     @classmethod
     def of(
@@ -42,7 +45,11 @@ class ThinkingMarks:
         """Those of a model with a vocabulary of `num_tokens`."""
         begin, end = mark_ids(syntax, tokenizer)
         every = bytes([0xFF]) * -(-num_tokens // 8)
-        return cls(begin, end, every, _with_bits(every, eos_ids, 0))
+
+        def is_space(token_id: int) -> bool:
+            return tokenizer.decode([token_id], skip_special_tokens=False).isspace()
+
+        return cls(begin, end, every, _with_bits(every, eos_ids, 0), is_space)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,8 @@ class ThinkingState:
         if place.phase is Phase.AFTER:
             return place, True
         if place.phase is Phase.BEFORE:
+            if self._form is None and not place.num and marks.is_space(token_id):
+                return place, False
             if not self._may_begin or token_id != marks.begin[place.num]:
                 return Place(Phase.AFTER), True
             if place.num + 1 < len(marks.begin):

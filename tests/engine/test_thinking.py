@@ -19,6 +19,7 @@ from tool_models import WEATHER, tool_model
 
 from nanoengine import LLM, InvalidParamsError, SamplingParams
 from nanoengine.engine.draft_length import PayingDrafts
+from nanoengine.text.reasoning import REASONING_SYNTAXES
 from nanoengine.text.thinking import ThinkingMarks, ThinkingState
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -125,17 +126,21 @@ class Letters:
 def test_thoughts_by_definition(
     begin: tuple[int, ...], end: tuple[int, ...], has_form: bool
 ) -> None:
-    """Random texts that the masks allow, read again from their tokens alone; 0 ends a text."""
+    """Random texts that the masks allow, read again from their tokens alone; 0 ends a text, and 5
+    is a space.
+    """
     for seed in range(60):
         draw = random.Random(seed)
         is_open, budget = draw.random() < 0.5, draw.choice([None, 0, 1, 5])
-        marks = ThinkingMarks(begin, end, bytes([0xFF]), bytes([0xFE]))
+        marks = ThinkingMarks(begin, end, bytes([0xFF]), bytes([0xFE]), lambda token: token == 5)
         state = ThinkingState(marks, is_open, budget, Letters() if has_form else None)
         made: list[int] = []
         while len(made) < 40:
             (mask,) = state.masks(())
             allowed = [i for i in range(8) if mask[0] >> i & 1]
             guesses = tuple(draw.choices([*allowed, *begin, *end], k=3))
+            if not made and draw.random() < 0.5:
+                guesses = (5, *begin, 4)
             ahead = state.masks(guesses)
             assert ahead[0] == mask
             made.append(guesses[0] if guesses[0] in allowed else draw.choice(allowed))
@@ -151,6 +156,8 @@ def check(
     made: list[int], marks: ThinkingMarks, is_open: bool, budget: int | None, has_form: bool
 ) -> None:
     begin, end = list(marks.begin), list(marks.end)
+    while not (is_open or has_form) and made[:1] == [5]:
+        made = made[1:]
     rest = made
     may_begin = not has_form or len(begin) == 1 or begin[0] != 6  # the form's first token
     if has_form and may_begin and not is_open and made[:1] == begin[:1]:
@@ -165,3 +172,21 @@ def check(
         rest = [] if at is None else thoughts[at + len(end) :]
     if has_form and rest:
         assert set(rest[:-1]) <= {6} and rest[-1] in (6, 7)
+
+
+def test_spaces_before_the_thoughts_do_not_count() -> None:
+    """As readers of answers skip them; 5 is a space."""
+    marks = ThinkingMarks((1,), (3,), bytes([0xFF]), bytes([0xFE]), lambda token: token == 5)
+    state, text = ThinkingState(marks, False, 2, None), (5, 5, 1, 2, 5)
+    free, only_the_end = marks.any_token, bytes([0b1000])
+    assert state.masks(text) == [free] * 5 + [only_the_end]
+    for token in text:
+        assert not state.accept(token)
+    assert state.masks(()) == [only_the_end] and state.forced() == (3,)
+
+
+def test_which_tokens_are_spaces(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    marks = ThinkingMarks.of(REASONING_SYNTAXES[-1], tokenizer, 260, [])
+    ids = tokenizer.encode(" \n\ta<", add_special_tokens=False)
+    assert [marks.is_space(token_id) for token_id in ids] == [True] * 3 + [False] * 2
