@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError, shown
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.text.known_names import unknown_name
 from nanoengine.text.tokenizer import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
@@ -19,6 +20,8 @@ Params = OneParams | Sequence[OneParams]
 Messages = list[dict[str, Any]]
 TemplateKwargs = Mapping[str, Any] | None
 Tools = Sequence[Mapping[str, Any]] | None
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,16 @@ def is_single(prompts: object) -> bool:
 
 
 def given_prompt(prompt: Any) -> GivenPrompt:
-    """The GivenPrompt of a prompt in any form; a dict without a prompt gives one with an error."""
+    """The GivenPrompt of a prompt in any form; a dict without a prompt, or with a key that nobody
+    would obey, gives one with an error.
+    """
     if not isinstance(prompt, dict):
         return GivenPrompt(prompt)
     salt = prompt.get("cache_salt")
+    others = [key for key, value in prompt.items() if value is not None and key not in PROMPT_KEYS]
+    if others and any(prompt.get(key) is not None for key in PROMPT_KEYS[:2]):
+        error = unknown_name("key", others[0], PROMPT_KEYS, " of a prompt")
+        return GivenPrompt(None, error=InvalidPromptError(error))
     if prompt.get("prompt_token_ids") is not None:
         return GivenPrompt(prompt["prompt_token_ids"], prompt.get("prompt"), salt)
     if prompt.get("prompt") is not None:

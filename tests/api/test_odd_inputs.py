@@ -55,8 +55,27 @@ def test_integers_of_any_type_are_token_ids(llm: LLM, prompt: Any) -> None:
         ({"prompt_token_ids": [5, 1.5]}, "1.5, which is no token id"),
         ({"prompt": "a", "cache_salt": "\ud800"}, "cache_salt must be a non-empty string"),
         ({"prompt": "a", "cache_salt": 5}, "cache_salt must be a non-empty string"),
+        ({"prompt": "a", "cache_slat": "x"}, "'cache_slat' of a prompt; did you mean 'cache_salt'"),
+        (
+            {"prompt_token_ids": [5], "multi_modal_data": {}},
+            "'multi_modal_data' of a prompt; images",
+        ),
+        ({"prompt": "a", 5: 6}, "unknown key 5; the name of a key is a string"),
     ],
-    ids=["array", "int", "generator", "bools", "huge", "mixed", "float", "surrogate", "salt"],
+    ids=[
+        "array",
+        "int",
+        "generator",
+        "bools",
+        "huge",
+        "mixed",
+        "float",
+        "surrogate",
+        "salt",
+        "slip",
+        "image",
+        "number",
+    ],
 )
 def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any, words: str) -> None:
     with pytest.raises(InvalidPromptError, match=words):
