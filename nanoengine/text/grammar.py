@@ -120,7 +120,9 @@ class Grammars:
         """The form as llguidance reads it. Another process has compiled it once: there are small
         grammars that take minutes and gigabytes. Raises ValueError for a form that it refuses.
         """
-        content = [kind, text, WHITESPACE, LIMITS, COMPILE_SECONDS]
+        plain = text.replace("\\", "")  # a regular expression may escape what it is about
+        is_forced = not any(special in plain for special in self._special_texts)
+        content = [kind, text, WHITESPACE, is_forced, LIMITS, COMPILE_SECONDS]
         request = template_worker.encoded(json.dumps(content, ensure_ascii=False))
         try:
             found, answer = self._process.ask(template_worker.COMPILE, request)
@@ -134,6 +136,12 @@ class Grammars:
         if found != template_worker.TEXT:
             raise ValueError(answer)
         return answer
+
+    @cached_property
+    def _special_texts(self) -> list[str]:
+        """Texts of special tokens, which a form may hold as any other."""
+        backend = self._tokenizer.backend
+        return [t for i in self._tokenizer.special_ids if (t := backend.id_to_token(i))]
 
     @cached_property
     def _library(self) -> _Library:

@@ -34,6 +34,9 @@ BROKEN, REFUSED, NO_MEMORY, TOO_LONG = b"b", b"r", b"m", b"l"
 
 # Tokens that a grammar names by their ids, and one that a vocabulary of bytes has, too.
 TOKEN_IDS, ANY_TOKEN = re.compile(r"<\[[0-9,-]+\]>"), "<[0]>"
+# What alone may come next, llguidance gives as the tokens of that text, special ones among them,
+# which the same grammar then refuses.
+UNFORCED = '%llguidance {"no_forcing": true}\n'
 _FRAME = struct.Struct(">cQ")
 # The end of a worker must not kill a parent that has SIGPIPE's default action.
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
@@ -135,11 +138,12 @@ def _answer(compiled: Callable[[str], Any], request: bytes) -> tuple[bytes, byte
 def _grammar(request: bytes) -> tuple[bytes, bytes]:
     """A form as a grammar of llguidance, which was compiled once, for a vocabulary of bytes."""
     try:
-        kind, text, whitespace, limits, seconds = json.loads(decoded(request))
+        kind, text, whitespace, is_forced, limits, seconds = json.loads(decoded(request))
         _end_after(seconds + SPARE_SECONDS)
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
         grammar = _grammar_text(LLMatcher, kind, text, whitespace)
+        grammar = grammar if is_forced else _unforced(kind, grammar)
         limited = LLParserLimits(verbose_errors=False, **limits)
         tried = TOKEN_IDS.sub(ANY_TOKEN, grammar)
         matcher = LLMatcher(LLTokenizer("byte"), tried, log_level=0, limits=limited)
@@ -169,6 +173,14 @@ def _grammar_text(matcher: Any, kind: str, text: str, whitespace: str) -> str:
 
         text = any_to_lark(text)
     return str(matcher.grammar_from_lark(text))
+
+
+def _unforced(kind: str, grammar: str) -> str:
+    """The grammar, which then gives no token as the only one unless it is."""
+    if kind in ("choice", "grammar"):
+        return UNFORCED + grammar
+    made = json.loads(grammar)["grammars"][0]
+    return UNFORCED + (made["lark_grammar"] or f"start: %json {json.dumps(made['json_schema'])}")
 
 
 def _end_after(seconds: float) -> None:

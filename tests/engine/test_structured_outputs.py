@@ -199,6 +199,27 @@ def test_there_may_be_as_many_choices_as_it_says(llm: LLM) -> None:
     assert output.error is None and output.outputs[0].text in choices
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ({"choice": ["<s>a</s>"]}, "<s>a</s>"),
+        ({"regex": r"<s>/\."}, "<s>/."),
+        ({"json": {"enum": ["<s>"]}}, '"<s>"'),
+        ({"grammar": 'root ::= "<s>" "a"'}, "<s>a"),
+        ({"grammar": 'start: "a" "</s>"'}, "a</s>"),
+    ],
+)
+def test_a_form_may_have_the_text_of_a_special_token(
+    llm: LLM, form: dict[str, Any], text: str
+) -> None:
+    """As text: the token itself is none."""
+    assert len(llm.tokenizer.encode("<s></s>", add_special_tokens=False)) == 2
+    params = SamplingParams(max_tokens=20, structured_outputs=form)
+    (output,) = llm.generate("x", params, use_tqdm=False)
+    assert output.error is None and output.outputs[0].text == text
+    assert llm.tokenizer.special_ids.isdisjoint(output.outputs[0].token_ids[: len(text)])
+
+
 def test_completions_and_seeds_are_those_of_single_requests(
     tiny: Callable[[str], Path], llm: LLM
 ) -> None:
