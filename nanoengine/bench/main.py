@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from nanoengine.api.llm import LLM
-from nanoengine.bench.report import first_difference, versions
+from nanoengine.bench.report import check_file, first_difference, versions
 from nanoengine.bench.workload import check_lengths, count, positive, random_requests
 from nanoengine.config.attention import ATTENTION_LIMITS
 from nanoengine.errors import EngineError
@@ -52,7 +52,11 @@ def main(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the parsed command and print its result."""
+    """Run the parsed command and print its result. Raises ConfigError for a file that could not be
+    written then.
+    """
+    for name in ("json", "record"):
+        check_file(f"--{name}", getattr(args, name, None))
     result = args.run(args)
     line = json.dumps(result)
     if args.json:

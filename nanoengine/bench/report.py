@@ -5,10 +5,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
 import nanoengine
+from nanoengine.errors import ConfigError
 
 
 def versions(*packages: str) -> dict[str, str | None]:
@@ -25,6 +27,12 @@ def versions(*packages: str) -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def check_file(flag: str, path: str | Path | None) -> None:
+    """Raise ConfigError for a file that could not be written after the run."""
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise ConfigError(f"{flag} {path}: there is no folder for such a file")
 
 
 def first_difference(ids: Sequence[int], other: Sequence[int] | None) -> int | None:

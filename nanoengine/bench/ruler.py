@@ -35,7 +35,7 @@ from nanoengine.bench.niah import (
     read_samples,
     string_match_all,
 )
-from nanoengine.bench.report import first_difference, versions
+from nanoengine.bench.report import check_file, first_difference, versions
 from nanoengine.errors import ConfigError, EngineError
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.outputs import RequestOutput
@@ -244,8 +244,7 @@ def _check_length(args: argparse.Namespace, llm: LLM) -> None:
 def _check_outputs(args: argparse.Namespace) -> None:
     """Raises ConfigError for output paths and packages that would fail after the run."""
     for flag, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"{flag} {path}: there is no folder for such a file")
+        check_file(flag, path)
     if args.plot is not None:
         try:
             metadata.version("matplotlib")

@@ -17,7 +17,7 @@ import pytest
 
 from nanoengine.bench.main import main
 from nanoengine.bench.serve import Answered, Asked, _arriving, report
-from nanoengine.errors import EngineError
+from nanoengine.errors import ConfigError, EngineError
 
 GAP_S = 0.02
 
@@ -174,6 +174,13 @@ def test_what_came_is_kept_with_its_times(
         assert sum('" word"' in line for line in lines) == each["max_tokens"]
         assert lines.count(": keep-alive") >= each["max_tokens"] and lines[-2] == "data: [DONE]"
         assert list(times) == sorted(times) and times[-1] >= GAP_S * each["max_tokens"]
+
+
+@pytest.mark.parametrize("flag", ["--json", "--record"])
+def test_a_file_that_cannot_be_written_is_told_before_the_run(flag: str, tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none" / "x.json"):
+        with pytest.raises(ConfigError, match=f"{flag} {path}: there is no folder for such a file"):
+            main(["serve", "--base-url", "http://127.0.0.1:9", flag, str(path)])
 
 
 def test_no_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:
