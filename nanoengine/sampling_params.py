@@ -125,8 +125,8 @@ class SamplingParams:
     top_k: keep the k most likely tokens (0 or -1: all).
     top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
     min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
-    seed: makes sampling depend on (seed, position) only; None: derived from the engine's seed. It
-    must fit 64 bits, signed or unsigned.
+    seed: makes sampling depend on (seed, position) only; None or -1: derived from the engine's
+    seed. It must fit 64 bits, signed or unsigned.
     stop: a string or up to 64 that end the text (not part of it); stop_token_ids: ids that end it.
     ignore_eos: go on past the model's end-of-sequence tokens.
     max_tokens: most tokens to generate (None: as many as the context holds).
@@ -199,7 +199,8 @@ class SamplingParams:
         if self.thinking_token_budget is not None:
             self._set(name, _integer(name, self.thinking_token_budget, 0, MAX_COUNT))
         if self.seed is not None:
-            self._set("seed", _integer("seed", self.seed, *SEEDS))
+            seed = _integer("seed", self.seed, *SEEDS)
+            self._set("seed", None if seed == -1 else seed)  # as for vLLM, llama.cpp and Ollama
         self._check_adjustments()
         for name in FLAGS:
             _flag(name, getattr(self, name))

@@ -283,6 +283,13 @@ def test_a_bad_sampling_parameter_is_refused(settings: dict[str, Any]) -> None:
         SamplingParams(**settings)
 
 
+def test_a_seed_of_minus_one_is_none() -> None:
+    """Many clients of vLLM, llama.cpp and Ollama send it for "another text each time"."""
+    assert SamplingParams(seed=-1) == SamplingParams(seed=np.int64(-1)) == SamplingParams()
+    before = SamplingParams(seed=-2, n=2)
+    assert before.seed == -2 and before.for_completion(1).seed == (1 << 64) - 1
+
+
 def test_a_tiny_temperature_is_not_divided_by() -> None:
     assert SamplingParams(temperature=1e-9).greedy
     assert SamplingParams(temperature=0.001).temperature == 0.01

@@ -356,7 +356,7 @@ def test_every_field_is_among_the_parameters_tried() -> None:
         top_k=3,
         top_p=0.5,
         min_p=0.1,
-        seed=-1,
+        seed=-2,
         stop=["a"],
         stop_token_ids=[1],
         ignore_eos=True,
