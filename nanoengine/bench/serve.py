@@ -51,7 +51,7 @@ class Asked:
 @dataclass(slots=True)
 class Answered:
     """What became of a request. times: when each part of its text came; lines: all that came, if
-    they are kept, with seconds after the start; error: "" if none.
+    they are kept, with seconds after the start; has_ended: the server said so; error: "" if none.
     """
 
     asked: Asked
@@ -59,6 +59,7 @@ class Answered:
     times: list[float] = field(default_factory=list)
     lines: list[tuple[float, str]] | None = None
     num_tokens: int = 0
+    has_ended: bool = False
     error: str = ""
 
     @property
@@ -175,6 +176,8 @@ async def _ask(client: httpx2.AsyncClient, model: str, asked: Asked, keeps_lines
         answer.error = repr(error)
     if not answer.times:
         answer.error = answer.error or "the answer has no text"
+    elif not answer.has_ended:
+        answer.error = answer.error or f"the answer was cut off: it has no {END}"
     return answer
 
 
@@ -186,6 +189,7 @@ def _read_line(answer: Answered, line: str) -> None:
         return
     data = line.removeprefix("data:").strip()
     if data == END:
+        answer.has_ended = True
         return
     chunk = json.loads(data)
     if "error" in chunk:

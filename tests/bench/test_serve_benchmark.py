@@ -23,8 +23,8 @@ GAP_S = 0.02
 
 
 class Toy(BaseHTTPRequestHandler):
-    """Answers each prompt with as many words as it wants; refuses prompts of 7 tokens, and answers
-    those of 9 with what is no JSON.
+    """Answers each prompt with as many words as it wants; refuses prompts of 7 tokens, answers
+    those of 9 with what is no JSON, and goes away within the answers to those of 10.
     """
 
     protocol_version = "HTTP/1.1"
@@ -51,6 +51,8 @@ class Toy(BaseHTTPRequestHandler):
             self._event({"choices": [{"text": " word"}], "usage": None})
         if len(body["prompt"]) == 9:
             self.wfile.write(b"data: <html>\n\n")
+        if len(body["prompt"]) == 10:
+            return
         usage = {"completion_tokens": body["max_tokens"]}
         self._event({"choices": [], "usage": usage})
         self.wfile.write(b"data: [DONE]\n\n")
@@ -153,10 +155,12 @@ def test_a_failed_request_is_counted_and_told(capsys: pytest.CaptureFixture[str]
 
 
 def test_an_answer_that_is_none_spoils_no_other(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--min-input", "8", "--max-input", "9", "--min-output", "1", "--max-output", "1"]
-    found = bench(capsys, "--num-prompts", "12", *sizes)
-    assert found["failed"] and found["completed"] + found["failed"] == 12
-    assert len(found["errors"]) == 1 and "JSONDecodeError" in found["errors"][0]
+    sizes = ["--min-input", "8", "--max-input", "10", "--min-output", "2", "--max-output", "2"]
+    found = bench(capsys, "--num-prompts", "18", *sizes)
+    assert found["failed"] and found["completed"] + found["failed"] == 18
+    assert found["total_output_tokens"] == 2 * found["completed"]
+    broken, cut = found["errors"]
+    assert "JSONDecodeError" in broken and cut == "the answer was cut off: it has no [DONE]"
 
 
 def test_what_came_is_kept_with_its_times(
