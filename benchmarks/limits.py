@@ -63,7 +63,8 @@ def share_of_limits(runs: Sequence[dict[str, Any]], model: Model) -> dict[str, A
     2 P FLOP, and the head once a request, 2 H. Then step i decodes every request that wants more
     than i tokens: 2 (P + H) FLOP each. It reads all P + H weights once,
     model.weight_bytes each, and the K and V of every context (a shared prefix once). Attention adds
-    4 x layers x heads x head_dim FLOP for each token of context. With B bytes and F FLOP a second:
+    4 x heads x head_dim FLOP in each layer for each token of context. A layer with a window reads
+    and computes no more than that. With B bytes and F FLOP a second:
 
         least seconds = prefill FLOP / F + sum over steps of max(bytes / B, FLOP / F)
         share_of_limit = least seconds / elapsed
@@ -101,22 +102,44 @@ def decode_steps(model: Model, requests: Sequence[tuple[int, int]]) -> list[tupl
     steps = []
     for i in range(1, max((out for _, out in requests), default=0)):
         contexts = [num_in + i for num_in, out in requests if out > i]
-        shared = model.prefix * (len(contexts) - 1)
-        kv = (sum(contexts) - shared) * config.kv_bytes_per_token(1) * model.kv_bytes
-        flop = len(contexts) * 2 * (layers + head) + sum(contexts) * _attention_flop(config)
-        steps.append((model.weight_bytes * (layers + head) + kv, float(flop)))
+        kv, flop = 0, len(contexts) * 2 * (layers + head)
+        for layer in config.attention_layers:
+            seen = [min(context, _window(config, layer)) for context in contexts]
+            flop += sum(seen) * _attention_flop(config, layer)
+            if layer in config.kv_layers:
+                # Of the shared tokens, those that a window has not passed.
+                shared = [max(0, model.prefix - c + n) for c, n in zip(contexts, seen, strict=True)]
+                numbers = config.kv_parts * math.prod(config.shape(layer).kv_heads)
+                kv += numbers * (sum(seen) - sum(shared) + max(shared))
+        num_bytes = model.weight_bytes * (layers + head) + kv * model.kv_bytes
+        steps.append((num_bytes, float(flop)))
     return steps
 
 
 def _prefill_flop(config: ModelConfig, num_in: int, cached: int) -> float:
     layers, head = _num_parameters(config)
-    contexts = (num_in * (num_in + 1) - cached * (cached + 1)) / 2
-    return (num_in - cached) * 2 * layers + 2 * head + contexts * _attention_flop(config)
+    attention = sum(
+        (_pairs(num_in, window) - _pairs(cached, window)) * _attention_flop(config, layer)
+        for layer in config.attention_layers
+        for window in [_window(config, layer)]
+    )
+    return (num_in - cached) * 2 * layers + 2 * head + attention
 
 
-def _attention_flop(config: ModelConfig) -> int:
+def _window(config: ModelConfig, layer: int) -> int:
+    """Tokens that a token of this layer sees at most."""
+    return (config.windows[layer] if config.windows else None) or config.max_position
+
+
+def _pairs(num_tokens: int, window: int) -> float:
+    """Of each of so many first tokens and of what it sees."""
+    first = min(num_tokens, window)
+    return first * (first + 1) / 2 + (num_tokens - first) * window
+
+
+def _attention_flop(config: ModelConfig, layer: int) -> int:
     """FLOP of one query token for each token it attends to."""
-    return 4 * len(config.attention_layers) * config.num_heads * config.head_dim
+    return 4 * config.num_heads * config.shape(layer).head_dim
 
 
 def _num_parameters(config: ModelConfig, of_all_experts: bool = False) -> tuple[int, int]:

@@ -465,6 +465,22 @@ def test_a_step_reads_the_experts_of_one_token_and_no_kv_of_recurrent_layers() -
     assert flop == 2 * weights + 6 * 4 * 4 * 2
 
 
+def test_a_layer_with_a_window_reads_and_computes_no_more() -> None:
+    """CONFIG has two layers, with 2 heads of KV and 4 of queries, of 2 numbers each."""
+    limits, sizes = MODEL.limits, (2 * 2 * 2, 4 * 4 * 2)  # bytes of K and V as 1; FLOP of a pair
+    windows = replace(CONFIG, windows=(3, None))
+    ((plain, flop),) = decode_steps(Model(CONFIG, 0, limits, kv_bytes=1), [(5, 2)] * 2)
+    ((num_bytes, less),) = decode_steps(Model(windows, 0, limits, kv_bytes=1), [(5, 2)] * 2)
+    assert (plain - num_bytes, flop - less) == (2 * (6 - 3) * sizes[0], 2 * (6 - 3) * sizes[1])
+    # Of the 4 shared tokens of a context of 6, a window of 3 has passed 3.
+    ((shared, _),) = decode_steps(Model(windows, 4, limits, kv_bytes=1), [(5, 2)] * 2)
+    assert num_bytes - shared == (1 + 4) * sizes[0]
+    run = {"input_tokens": [6], "num_cached": [2], "outputs": [[1]], "seconds": 1.0}
+    made = [share_of_limits([run], Model(each, 0, limits))["gflop"] for each in (CONFIG, windows)]
+    pairs = (3 + 4 + 5 + 6) - 4 * 3
+    assert 1e9 * (made[0] - made[1]) == pytest.approx(pairs * sizes[1], abs=10)
+
+
 def test_a_shared_beginning_is_read_once_a_step() -> None:
     shared = Model(CONFIG, 4, MODEL.limits)
     (apart,), (together,) = (decode_steps(m, [(5, 2)] * 3) for m in (MODEL, shared))
