@@ -6,7 +6,7 @@ has max_tokens, so an answer that reaches beyond the context is cut, and says so
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, number, shown
@@ -148,13 +148,17 @@ def _one_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     said = [each for each in messages if each["role"] != "tool"]
     if len(said) < 2 or said[0]["role"] == "system":
         return [*results, *said]
-    whole: dict[str, Any] = {"role": said[0]["role"]}
+    found: dict[str, list[Any]] = {}  # joined at once: there may be a million
     for message in said:
         for name in message.keys() - {"role"}:
             value = message[name]
             if name == "content" and isinstance(value, str):
                 value = [{"type": "text", "text": value}] if value else []
-            whole[name] = whole[name] + value if name in whole else value
+            found.setdefault(name, []).append(value)
+    whole: dict[str, Any] = {"role": said[0]["role"]}
+    for name, values in found.items():
+        is_text = isinstance(values[0], str)
+        whole[name] = "".join(values) if is_text else [*chain.from_iterable(values)]
     if whole.get("content") == []:
         whole["content"] = ""
     return [*results, whole]
@@ -169,7 +173,8 @@ def _of(item: Any, index: int) -> list[dict[str, Any]]:
     content = item.get("content")
     if not isinstance(content, list):
         return [{"role": role, "content": text_content(content, ("text",), f"{where}.content")}]
-    texts, message, results = [], {"role": role}, []
+    message: dict[str, Any] = {"role": role}
+    texts, thoughts, results = [], [], []
     for place, block in enumerate(content):
         here = f"{where}.content[{place}]"
         kind = (role, block.get("type")) if isinstance(block, dict) else None
@@ -177,13 +182,15 @@ def _of(item: Any, index: int) -> list[dict[str, Any]]:
             call = call_of(block.get("id"), block.get("name"), block.get("input", {}), here)
             message.setdefault("tool_calls", []).append(call)
         elif kind == ("assistant", "thinking") and isinstance(block.get("thinking"), str):
-            message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
+            thoughts.append(block["thinking"])
         elif kind == ("user", "tool_result"):
             given = block.get("content") or ""
             said = text_content(given, ("text",), f"{here}.content")
             results.append(result_of(block.get("tool_use_id"), said, here))
         elif kind != ("assistant", "redacted_thinking"):
             texts.append((place, block))
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
     if texts:
         message["content"] = _texts(texts, f"{where}.content")
     elif role == "assistant" and content and "tool_calls" not in message:
