@@ -5,7 +5,6 @@ Checks the template's variables; template_process.py runs it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -72,14 +71,20 @@ class ChatTemplate:
 
     def _warn_of_unknown_names(self, variables: Mapping[str, Any]) -> None:
         """Warn of what most templates write or leave out without a word."""
-        for role in dict.fromkeys(message["role"] for message in variables["messages"]):
-            if role not in ROLES and not re.search(f"['\"]{re.escape(role)}['\"]", self.source):
-                warn_user(
-                    f"the role {shown(role)} is not one of {', '.join(ROLES)}, and the model's "
-                    "chat template does not name it: the model may not know it"
-                )
+        given = dict.fromkeys(message["role"] for message in variables["messages"])
+        others = (role for role in given if role not in ROLES and not self._names(role))
+        role = next(others, None)
+        if role is not None:  # the first one alone: there may be a million
+            warn_user(
+                f"the role {shown(role)} is not one of {', '.join(ROLES)}, and the model's "
+                "chat template does not name it: the model may not know it"
+            )
         if variables["tools"] and "tools" not in self.source:
             warn_user("the model's chat template does not use tools: the model will not see them")
+
+    def _names(self, role: str) -> bool:
+        """Whether the template has this role as a text."""
+        return any(f"{quote}{role}{quote}" in self.source for quote in "'\"")
 
 
 def _message_forms(messages: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,14 @@ def test_what_is_no_variable_is_refused(llm: LLM, kwargs: Any, words: str) -> No
         llm.chat(TALK, GREEDY, use_tqdm=False, chat_template_kwargs=kwargs)
     several = llm.chat([TALK, OTHER], GREEDY, use_tqdm=False, chat_template_kwargs=kwargs)
     assert all(isinstance(output.error, InvalidParamsError) for output in several)
+
+
+def test_roles_that_nobody_knows_are_one_short_warning(llm: LLM) -> None:
+    """A client chooses them: 16 MiB hold a name of as many characters, or half a million names."""
+    for roles in (["x" * 5_000_000], [f"role {number}" for number in range(3000)], [""]):
+        messages = [{"role": role, "content": ""} for role in roles]
+        begun = time.process_time()
+        with pytest.warns(UserWarning, match="is not one of system, user") as warned:
+            llm.tokenizer.apply_chat_template(messages)
+        assert len(warned) == 1 and len(str(warned[0].message)) < 400
+        assert time.process_time() - begun < 2
