@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import count
 
 import xxhash
@@ -121,8 +122,8 @@ def block_key(before: BlockKey | None, token_ids: Sequence[int], salt: str = "")
     salt is part of the first block's tokens, so prompts with different salts share nothing.
     """
     tokens = array("i", token_ids).tobytes()
-    if before is None:
-        tokens += salt.encode()
+    if before is None and salt:  # a published block keeps its key, and a salt may be long
+        tokens += sha256(salt.encode()).digest()
     return BlockKey(chain_digest(before.digest if before else b"", tokens), tokens)
 
 

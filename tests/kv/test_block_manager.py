@@ -372,6 +372,8 @@ def test_a_salt_keeps_equal_prompts_apart() -> None:
     second = key([2], a)
     assert second == block_key(a.key, [2], "y")  # only the first block is salted
     assert second.digest != block_key(key([1]), [2]).digest
+    # A client chooses the salt, and a published block keeps its key.
+    assert len(key([1], salt="x" * 1_000_000).tokens) < 100
 
 
 def test_a_block_is_in_flight_until_its_owner_withdraws() -> None:
