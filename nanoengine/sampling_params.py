@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from json import dumps, loads
 from typing import Any, TypeVar
@@ -241,8 +242,11 @@ class SamplingParams:
         """
         if not index:
             return self
-        seed = None if self.seed is None else (self.seed + index) % (1 << 64)
-        return replace(self, seed=seed, prompt_logprobs=None)
+        made = copy(self)  # all of it was checked, and may be long
+        if self.seed is not None:
+            made._set("seed", (self.seed + index) % (1 << 64))
+        made._set("prompt_logprobs", None)
+        return made
 
     @property
     def greedy(self) -> bool:
@@ -427,7 +431,8 @@ def _ids(name: str, ids: object) -> tuple[int, ...]:
         return ()
     if not isinstance(ids, tuple | list):
         raise InvalidParamsError(f"{name} must be a list of token ids, got {shown(ids)}")
-    return tuple(_integer(name, token_id, 0, MAX_COUNT) for token_id in ids)
+    checked = (_integer(name, token_id, 0, MAX_COUNT) for token_id in ids)
+    return tuple(dict.fromkeys(checked))
 
 
 def _biases(biases: object) -> tuple[tuple[int, float], ...]:

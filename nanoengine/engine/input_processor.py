@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 
@@ -134,18 +134,21 @@ class InputProcessor:
         may_guess = can_go_back and not prompt.num_candidates
         guesses, drafts, mtp = counts if may_guess else (0, 0, 0)
         eos = () if params.ignore_eos else self._model_config.eos_token_ids
-        request = Request(
-            params=params,
-            seed=self._request_seed(seq_id) if params.seed is None else params.seed,
-            stop_token_ids=frozenset(params.stop_ids) | frozenset(eos),
-            max_total_tokens=prompt.limit,
-            prompt=prompt.text,
-            cache_salt=prompt.salt,
-            bad_words=self._bad_words(params),
-            index=index,
-            num_candidates=prompt.num_candidates,
-        )
-        self._check_choice(request)
+        seed = self._request_seed(seq_id) if params.seed is None else params.seed
+        if prompt_owner is None:
+            request = Request(
+                params=params,
+                seed=seed,
+                stop_token_ids=frozenset(params.stop_ids) | frozenset(eos),
+                max_total_tokens=prompt.limit,
+                prompt=prompt.text,
+                cache_salt=prompt.salt,
+                bad_words=self._bad_words(params),
+                num_candidates=prompt.num_candidates,
+            )
+            self._check_choice(request)
+        else:  # what it names, which may be much, was read and checked
+            request = replace(prompt_owner.request, params=params, seed=seed, index=index)
         return Sequence(
             seq_id=seq_id,
             token_ids=list(prompt.token_ids),
@@ -157,7 +160,7 @@ class InputProcessor:
             guesser=PromptLookup() if guesses else None,
             draft_length=PayingDrafts(drafts, self._drafts) if drafts else None,
             mtp_length=PayingDrafts(mtp, self._drafts) if mtp else None,
-            history=TokenHistory(frozenset(prompt.token_ids)) if params.penalizes else None,
+            history=_history(prompt.token_ids, prompt_owner) if params.penalizes else None,
             grammar=self.grammars.state_for(params, prompt.token_ids) if params.is_held else None,
             output=SequenceOutput(text_stream=self._text_stream(params, prompt.is_streamed)),
         )
@@ -253,6 +256,12 @@ class InputProcessor:
 
     def _request_seed(self, seq_id: int) -> int:
         return xxhash.xxh3_64_intdigest(f"{self._config.seed}:{seq_id}".encode())
+
+
+def _history(prompt: list[int], owner: Sequence | None) -> TokenHistory:
+    """A new one; completions of one prompt share its tokens."""
+    shared = None if owner is None else owner.history
+    return TokenHistory(frozenset(prompt) if shared is None else shared.prompt)
 
 
 def _checked_salt(salt: object) -> str:

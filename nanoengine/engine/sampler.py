@@ -40,11 +40,13 @@ class SamplingOps(Protocol):
 class FixedTokens:
     """Thousands of ids, which would take milliseconds in every step, as tensors.
 
-    forbidden: bool [vocab], all but the allowed tokens. seen: the prompt's distinct tokens, int64
-    [n], where repetition is penalised. None: not asked for.
+    forbidden: bool [vocab], all but the allowed tokens. stops: those that end a text, int64 [n],
+    where it has a least length. seen: the prompt's distinct tokens, int64 [n], where repetition is
+    penalised. None: not asked for.
     """
 
     forbidden: Tensor | None
+    stops: Tensor | None
     seen: Tensor | None
 
 
@@ -95,14 +97,13 @@ class Sampler:
     def _adjust(self, row: Tensor, seq: Sequence, position: int, ahead: tuple[int, ...]) -> None:
         """Apply the request's parameters to one token's logits, fp32 [vocab], in vLLM's order."""
         params = seq.request.params
-        fixed = self._fixed.get(seq) or self._fix_tokens(seq, len(row))
+        fixed = self._fixed.get(seq.prompt_owner or seq) or self._fix_tokens(seq, len(row))
         if fixed.forbidden is not None:
             row.masked_fill_(fixed.forbidden, -torch.inf)
-        banned = _ends_of_bad_words(seq, ahead)
-        if position - seq.num_prompt_tokens < params.min_tokens:
-            banned += sorted(seq.request.stop_token_ids)
-        if banned:
+        if banned := _ends_of_bad_words(seq, ahead):
             row[self._tensor(banned, torch.int64)] = -torch.inf
+        if fixed.stops is not None and position - seq.num_prompt_tokens < params.min_tokens:
+            row[fixed.stops] = -torch.inf
         if params.biases:
             ids, values = zip(*params.biases, strict=True)
             row[self._tensor(ids, torch.int64)] += self._tensor(values, torch.float32)
@@ -110,13 +111,15 @@ class Sampler:
             self._penalize(row, params, seq.history, fixed.seen, ahead)
 
     def _fix_tokens(self, seq: Sequence, vocab_size: int) -> FixedTokens:
-        params, forbidden, seen = seq.request.params, None, None
+        params, forbidden, stops, seen = seq.request.params, None, None, None
         if params.allowed_token_ids is not None:
             forbidden = self._tensor([True] * vocab_size, torch.bool)
             forbidden[self._tensor(params.allowed_token_ids, torch.int64)] = False
+        if params.min_tokens:
+            stops = self._tensor(sorted(seq.request.stop_token_ids), torch.int64)
         if seq.history is not None and params.repetition_penalty != 1:
             seen = self._tensor([*seq.history.prompt], torch.int64)
-        self._fixed[seq] = fixed = FixedTokens(forbidden, seen)
+        self._fixed[seq.prompt_owner or seq] = fixed = FixedTokens(forbidden, stops, seen)
         return fixed
 
     def _penalize(

@@ -134,6 +134,40 @@ def test_abort_ends_all_completions(tiny: Callable[[str], Path]) -> None:
     engine.close()
 
 
+def test_what_a_request_names_is_read_once_for_all_completions(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body may name a million ids, or words of 64,000 characters, and ask for 1024 texts."""
+    engine = LLMEngine(tiny("llama"), kvcache_block_size=8, num_gpu_blocks=64, dtype="float32")
+    encoded: list[str] = []
+    encode = type(engine.inputs.tokenizer).encode
+
+    def counted(self: Any, text: str, **kwargs: Any) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, **kwargs)
+
+    monkeypatch.setattr(type(engine.inputs.tokenizer), "encode", counted)
+    params = SamplingParams(
+        n=5,
+        seed=(1 << 64) - 2,
+        bad_words=["word"],
+        allowed_token_ids=[7, 8, 7, 9],
+        stop_token_ids=[8, 8],
+        repetition_penalty=1.1,
+    )
+    assert (params.allowed_token_ids, params.stop_token_ids) == ((7, 8, 9), (8,))
+    first, *others = engine.inputs.sequences([1, 2, 3], params, None, None)
+    assert encoded == ["word", " word"]
+    for index, seq in enumerate(others, 1):
+        mine, its = first.request, seq.request
+        assert its.stop_token_ids is mine.stop_token_ids and its.bad_words is mine.bad_words
+        assert its.params.allowed_token_ids is mine.params.allowed_token_ids
+        assert first.history is not None and seq.history is not None
+        assert seq.history is not first.history and seq.history.prompt is first.history.prompt
+        assert (its.index, its.seed) == (index, its.params.seed) == (index, (index - 2) % (1 << 64))
+    engine.close()
+
+
 def test_greedy_completions_are_refused() -> None:
     with pytest.raises(InvalidParamsError, match="n=2 greedy completions would all be the same"):
         SamplingParams(n=2, temperature=0)

@@ -178,8 +178,9 @@ def test_what_parameters_name_is_made_a_tensor_once(ops: SamplingOps) -> None:
         temperature=0,
         allowed_token_ids=[*range(300)],
         repetition_penalty=1.3,
+        min_tokens=9,
     )
-    seq = sequence(params)
+    seq = sequence(params, stops=frozenset(range(100)))
     seq.history = TokenHistory(frozenset(range(200)))
     sampler, logits = Sampler(ops, tensor), torch.linspace(1, 2, 400).unsqueeze(0)
     first = sampler.sample(logits, [seq], [3]).item()
@@ -189,6 +190,11 @@ def test_what_parameters_name_is_made_a_tensor_once(ops: SamplingOps) -> None:
     seq.history.add(299)
     assert (first, sampler.sample(logits, [seq], [4]).item()) == (299, 298)
     assert max(sizes) == 1, "the one token of the output"
+    sizes.clear()
+    other = sequence(params)
+    other.prompt_owner, other.history = seq, TokenHistory(seq.history.prompt)
+    assert sampler.sample(logits, [other], [3]).item() == 299
+    assert max(sizes, default=0) <= 1, "completions of one prompt share them"
 
 
 def test_a_token_of_prompt_and_output_is_penalised_once(ops: SamplingOps) -> None:
