@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from nanoengine.errors import RequestError
 from nanoengine.outputs import CompletionOutput, Logprob, StreamDelta, TokenLogprobs
 from nanoengine.sequence import Sequence, TokenScore
-from nanoengine.text.answer_pieces import num_held_back
+from nanoengine.text.answer_pieces import HeldBack
 from nanoengine.text.tokenizer import Tokenizer
 
 
@@ -25,6 +25,7 @@ class Completion:
         self._tokenizer = tokenizer
         self._num_tokens = 0
         self._num_chars = 0
+        self._held_back = HeldBack(seq.request.params.stop_strings)
 
     def output(self) -> CompletionOutput:
         """All so far. Without a tokenizer the text is empty."""
@@ -66,7 +67,7 @@ class Completion:
         """The text of an unfinished sequence, without what may be the start of a stop string."""
         stream = self.seq.output.text_stream
         text = "" if stream is None else stream.text
-        return text[: len(text) - num_held_back(text, self.seq.request.params.stop_strings)]
+        return text[: len(text) - self._held_back.num(text)]
 
     def _text(self) -> str:
         """The text of all tokens. If they cannot be decoded, the sequence gets the error."""

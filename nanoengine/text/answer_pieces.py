@@ -152,3 +152,21 @@ def num_held_back(text: str, stops: Iterable[str]) -> int:
         if at >= 0:
             most = max(most, len(text) - at)
     return most
+
+
+class HeldBack:
+    """`num_held_back` of a text that grows. It looks no more at what was found to begin no stop,
+    so that its work for a step does not grow with the lengths of stops.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._starts = dict.fromkeys(stops, 0)  # where one that may have begun does
+
+    def num(self, text: str) -> int:
+        """Length of the longest suffix of `text` that is a proper prefix of a stop string."""
+        for stop, start in self._starts.items():
+            at = text.find(stop[0], max(start, len(text) - len(stop) + 1))
+            while at >= 0 and not stop.startswith(text[at:]):
+                at = text.find(stop[0], at + 1)
+            self._starts[stop] = len(text) if at < 0 else at
+        return len(text) - min(self._starts.values(), default=len(text))
