@@ -78,7 +78,7 @@ class ContentLogprobs:
         """How many characters a token has in the answer: none if it is not shown there, one less
         if the answer begins without its space.
         """
-        shown = self._text[self._at :]
+        shown = self._text[self._at : self._at + len(text)]
         if not self._at and text[:1] == " " != shown[:1]:
             text = text[1:]
         return len(text) if text.startswith(shown[: len(text)]) else 0

@@ -13,6 +13,7 @@ from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 from nanoengine.api.request_forms import Tools, template_variables
+from nanoengine.errors import InvalidParamsError
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_logprobs import TokenBytes
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
@@ -26,6 +27,8 @@ from nanoengine.text.tokenizer import Tokenizer
 Asked = ChatRequest | CompletionRequest
 Result = TypeVar("Result")
 NUM_THREADS = 4
+# Of what the texts of one answer repeat: characters, and those of a log-probability in JSON.
+MAX_ECHO, SCORE = 1 << 26, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,10 @@ class Prompts:
             tools = None if use is None else use.tools
             text = self.rendered(request.messages, request.template_kwargs, tools=tools)
             return [self._prompt(request, text, is_rendered=True)]
-        return [self._prompt(request, prompt, is_rendered=False) for prompt in request.prompts]
+        prompts = [self._prompt(request, prompt, is_rendered=False) for prompt in request.prompts]
+        if request.echo:
+            _check_echo(request, prompts)
+        return prompts
 
     def rendered(
         self, messages: Any, kwargs: Any, wants_answer: bool = True, tools: Tools = None
@@ -117,6 +123,23 @@ class Prompts:
         """Of the model's answers."""
         options = self._options
         return ChatParsers.of(self._tokenizer, options.tool_call_parser, options.reasoning_parser)
+
+
+def _check_echo(request: CompletionRequest, prompts: list[Prepared]) -> None:
+    """Raise InvalidParamsError if prompts and their log-probabilities, which each of the texts of
+    an answer repeats, would be too much to write. One text may always have them.
+    """
+    params = request.params
+    each = 0 if params.prompt_logprobs is None else SCORE * (params.prompt_logprobs + 1)
+    texts = sum(len(made.prompt.get("prompt", "")) for made in prompts)
+    num_tokens = sum(len(made.token_ids) for made in prompts)
+    total = params.n * (max(texts, num_tokens) + each * num_tokens)
+    if total > MAX_ECHO and request.num_completions > 1:
+        raise InvalidParamsError(
+            f"echo: the {request.num_completions} texts would repeat about {total} characters of "
+            f"prompts and their log-probabilities, and may repeat {MAX_ECHO}; ask for fewer texts "
+            "or log-probabilities in one request"
+        )
 
 
 def json_of(body: bytes) -> Any:
