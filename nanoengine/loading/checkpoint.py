@@ -19,6 +19,7 @@ from nanoengine.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
     WeightMismatchError,
+    is_one_of,
     shown,
 )
 from nanoengine.loading.mxfp4 import GROUP, mxfp4_rows, unpack_mxfp4
@@ -269,9 +270,9 @@ def _read_formats(path: Path, text: str) -> dict[str, str]:
     """The formats of codes in a file's metadata. Raises CorruptModelError."""
     try:
         formats = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         formats = None
-    if not isinstance(formats, dict) or not all(name in FORMATS for name in formats.values()):
+    if not isinstance(formats, dict) or not all(is_one_of(n, FORMATS) for n in formats.values()):
         raise CorruptModelError(f"{path}: {CODES_KEY!r} of its metadata names no known formats")
     return formats
 

@@ -139,7 +139,7 @@ def _missing_weights(folder: Path) -> str:
     there = {path.name for path in folder.glob("*.safetensors")}
     try:
         wanted = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         wanted = set()
     if missing := wanted - there:
         return f"{len(missing)} of its {len(wanted)} weight files are not downloaded"

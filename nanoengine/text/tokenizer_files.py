@@ -231,6 +231,7 @@ def _chat_templates(folder: Path) -> dict[str, str]:
     path = folder / "chat_template.jinja"
     if has_file(path):
         try:
+            check_size(path)
             return {"default": path.read_text(encoding="utf-8")}
         except UnicodeDecodeError as error:
             raise CorruptModelError(f"{path} is no UTF-8 text: {error}") from error

@@ -109,6 +109,19 @@ def test_bad_vocabularies_are_refused(
         write(**{f"tokenizer.ggml.{key}": value})
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [["a" * length for length in range(1, 590)], ["a", "b", "ab" * 501]],
+    ids=["pairs", "length"],
+)
+def test_tokens_of_more_pairs_than_a_model_has_are_refused(write: Write, texts: list[str]) -> None:
+    """Each of n tokens of one letter can be joined of n pairs: 2 MB of them would take 4 GB."""
+    texts = ["<unk>", "<s>", "</s>", *texts]
+    settings = {"tokens": texts, "scores": [0.0] * len(texts), "token_type": [1] * len(texts)}
+    with pytest.raises(CorruptModelError, match="1000 characters, and 16 pairs for each of"):
+        write(**{f"tokenizer.ggml.{key}": value for key, value in settings.items()})
+
+
 def test_gemma_4_merges_characters_between_newlines() -> None:
     """By the rules of llama.cpp's LLAMA_VOCAB_PRE_TYPE_GEMMA4; a run of newlines that is a token is
     one, though no merge leads to it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -879,3 +880,12 @@ def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None
     assert any("\ufffd" in tokenizer.decode([i]) for i in ids)  # parts of characters
     assert b"".join(token_bytes(tokenizer, i) for i in ids) == text.encode()
     assert token_bytes(tokenizer, tokenizer.vocab_size + 5) == b""
+
+
+def test_a_template_larger_than_any_is_not_read(tmp_path: Path, smollm2: Path) -> None:
+    """A file with a hole takes no room on a disk, and all of it in memory."""
+    shutil.copytree(smollm2, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    with (tmp_path / "model" / "chat_template.jinja").open("wb") as file:
+        file.truncate((256 << 20) + 1)
+    with pytest.raises(CorruptModelError, match=r"chat_template\.jinja is larger than"):
+        Tokenizer.from_folder(tmp_path / "model")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ END_TEXTS = frozenset(
 )
 # Where all of these are, the last one ends a message of several, and no generation (gpt-oss).
 MESSAGE_TEXTS = ("<|return|>", "<|call|>", "<|end|>")
+# Of SentencePiece's tokens: most characters, and pairs that make one, on average. Gemma 3 has the
+# most: runs of 31 spaces, and twice as many pairs as tokens.
+MAX_PIECE, MAX_PAIRS = 1000, 16
 SPACE = "\u2581"  # SentencePiece's sign for a space
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens; 1: normal, 5: unused
 _CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -206,6 +210,7 @@ def _sentencepiece(
     if not all(isinstance(score, float) for score in scores):
         raise CorruptModelError(f"{metadata.path}: token scores must be numbers")
     backend = build_sentencepiece_bpe(
+        metadata.path,
         vocabulary.ids(),
         scores,
         {i for i, kind in enumerate(vocabulary.types) if kind not in (_UNKNOWN, _CONTROL, _BYTE)},
@@ -332,6 +337,7 @@ def _bpe(where: object, **settings: Any) -> models.BPE:
 
 
 def build_sentencepiece_bpe(
+    where: Path,
     vocab: Mapping[str, int],
     scores: Sequence[float],
     mergeable: Collection[int],
@@ -342,20 +348,28 @@ def build_sentencepiece_bpe(
 
     Of the pairs of neighbours whose texts together are a token, the one of the highest score is
     joined first (Sennrich et al. 2016, as SentencePiece has it); what is no token in the end is
-    spelt in bytes. scores: of every id. mergeable: ids that may come of joining. adds_space: a
-    space goes before a text, and before what follows a special token.
+    spelt in bytes. where: the file, for errors. scores: of every id. mergeable: ids that may come
+    of joining. adds_space: a space goes before a text, and before what follows a special token.
+    Raises CorruptModelError for tokens with more pairs than a model can have.
     """
     pieces = {text: vocab[text] for text in vocab if vocab[text] in mergeable}
     joined = sorted(pieces, key=lambda text: (-scores[pieces[text]], pieces[text]))
     splits = (
         (text[:cut], text[cut:])
         for text in joined
-        for cut in range(1, len(text))
+        for cut in range(1, min(len(text), MAX_PIECE))
         if text[:cut] in pieces and text[cut:] in pieces
     )
+    most = MAX_PAIRS * len(vocab)
+    merges = list(islice(splits, most + 1))
+    if len(merges) > most or any(len(text) > MAX_PIECE for text in pieces):
+        raise CorruptModelError(
+            f"{where}: the tokens are too long, or can be joined of too many pairs: the limits are "
+            f"{MAX_PIECE} characters, and {MAX_PAIRS} pairs for each of {len(vocab)} tokens"
+        )
     bpe = models.BPE(
         vocab=dict(vocab),
-        merges=list(splits),
+        merges=merges,
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=True,
