@@ -7,6 +7,7 @@ empty folder.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -294,15 +295,33 @@ def remove_leftovers(root: Path, own: str | None) -> None:
 
 
 def _roots() -> list[Path]:
-    """Folders that may hold converted models, the user's cache first."""
+    """Folders that may hold converted models, the user's cache first; none that others fill."""
+    return [root for root in _places() if not _is_others(root)]
+
+
+def _places() -> list[Path]:
     return [folder / "models" for folder in cache_folders()]
+
+
+def _is_others(root: Path) -> bool:
+    """Whether other users than this one and root may write to the folder."""
+    if not hasattr(os, "getuid"):  # Windows keeps folders of a user apart
+        return False
+    try:
+        status = root.stat()
+    except OSError:
+        return False
+    user = os.getuid()
+    return bool(status.st_mode & 0o022) or (user != 0 and status.st_uid not in (user, 0))
 
 
 def _writable_root() -> Path:
     problems = []
-    for root in _roots():
+    for root in _places():
         try:
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if _is_others(root):
+                raise PermissionError(errno.EPERM, "other users may write to it (chmod go-w)")
             with tempfile.TemporaryFile(dir=root):
                 pass
         except OSError as error:

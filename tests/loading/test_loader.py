@@ -333,6 +333,25 @@ def test_a_temporary_folder_open_to_others_is_not_trusted(
         resolve_model(source)
 
 
+def test_a_cache_that_others_can_fill_is_not_used(
+    conversions: Conversions,
+    source: Path,
+    own_temporary_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
+    planted = resolve_model(source).parent
+    assert planted == tmp_path / "shared" / "nanoengine" / "models"
+    assert planted.stat().st_mode & 0o777 == 0o700
+    planted.chmod(0o775)
+    assert own_temporary_folder in resolve_model(source).parents
+    assert conversions.count == 2 and "other users may write to it" in caplog.text
+    planted.chmod(0o755)
+    assert resolve_model(source).parent == planted and conversions.count == 2
+
+
 def test_a_relative_cache_setting_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1007,3 +1026,11 @@ def test_computed_buffers_and_a_tied_head_may_be_there(tmp_path: Path) -> None:
         check_names({"a": (1,)}, reader, ignorable_tensors(tied))
         with pytest.raises(WeightMismatchError, match=r"1 unexpected: lm_head\.weight$"):
             check_names({"a": (1,)}, reader, ignorable_tensors(untied))
+
+
+@pytest.mark.parametrize("formats", ["[" * 100_000, '{"a": []}', '{"a": 1}', "5"])
+def test_formats_of_codes_are_read_with_suspicion(tmp_path: Path, formats: str) -> None:
+    about = {checkpoint.CODES_KEY: formats}
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors", about)
+    with pytest.raises(CorruptModelError, match="names no known formats"):
+        CheckpointReader(tmp_path)
