@@ -7,6 +7,7 @@ Knows types and sizes, not what a value means.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ def strict_json(text: str | bytes) -> Any:
     and for what is nested too deeply to be read.
     """
     try:
-        return json.loads(text, parse_constant=_no_number)
+        return json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -40,6 +41,14 @@ def object_in(text: str) -> dict[str, Any] | None:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(digits: str) -> float:
+    """1e999 is a number of JSON, and would be written as Infinity, which is none."""
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{shown(digits)} is too large for a number")
+    return value
 
 
 class CheckedJson:
@@ -135,7 +144,7 @@ def has_file(path: Path) -> bool:
 
 
 def check_size(path: Path) -> None:
-    """Raise CorruptModelError for a JSON file larger than any of a real model."""
+    """Raise CorruptModelError for a file of text larger than any of a real model."""
     if path.stat().st_size > MAX_JSON_BYTES:
         raise CorruptModelError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
 

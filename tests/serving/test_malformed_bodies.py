@@ -16,6 +16,8 @@ from nanoengine.serving.messages_requests import read_count, read_messages
 from nanoengine.serving.openai_answers import error_body
 from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from nanoengine.serving.openai_requests import read_request
+from nanoengine.serving.prompts import json_of
+from nanoengine.serving.refusals import Refusal
 from nanoengine.serving.responses_requests import read_responses
 
 # With these a body is a request, so that what else it has is looked at.
@@ -82,3 +84,10 @@ def test_every_key_with_every_odd_value_is_read_or_refused(endpoint: str) -> Non
             status, told = error_body(error, endpoint)
             assert status == 400 and told["error"]["message"]
             json.dumps([told, messages_error(status, told)])
+
+
+@pytest.mark.parametrize("text", ['{"a": 1e999}', '{"a": -1E+400}', '{"a": NaN}', "[Infinity]"])
+def test_a_number_that_no_answer_could_repeat_is_no_json(text: str) -> None:
+    with pytest.raises(Refusal, match=r"is no number of JSON|is too large for a number"):
+        json_of(text.encode())
+    assert json_of(b'{"a": 1e308, "b": 1e-999}') == {"a": 1e308, "b": 0.0}
