@@ -33,7 +33,7 @@ OPTIONS = {
     "queue_seconds": "longest wait for the first step, then status 503; 0: no limit",
     "drain_seconds": "what open requests get to end in at shutdown",
     "read_seconds": "what a client gets to send a body in",
-    "stall_seconds": "how long a client may read nothing of a stream",
+    "stall_seconds": "how long a client may read nothing of an answer",
     "keep_alive_seconds": "a stream without a token for so long gets a comment",
     "idle_seconds": "a connection without a request for so long is closed",
     "max_body_mib": "largest body, MiB",

@@ -1,21 +1,29 @@
-"""What stands before every endpoint: the key, and the limits on a body. Plain ASGI."""
+"""What stands before every endpoint: the key, the server's names, and the limits on a body. Plain
+ASGI.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import hmac
+from contextlib import suppress
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from nanoengine.errors import shown
 from nanoengine.serving.options import ServerOptions
 from nanoengine.serving.page import PAGE
 from nanoengine.serving.refusals import Refusal, told_of
 
 OPEN_PATHS = ("/health", "/ping", PAGE)  # load balancers and browsers that open a page have no key
+# Ends of names that public registries do not give away.
+NEAR = (".localhost", ".internal", ".local", ".lan", ".home.arpa")
 MIB = 1 << 20
 
 
@@ -49,6 +57,42 @@ class KeyGuard:
         given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         # Digests are of one length: the time of the comparison tells nothing about the key.
         return hmac.compare_digest(_digest(given), self._digest)
+
+
+class NameGuard:
+    """Lets requests through that call the server by a name of a machine nearby. A page of another
+    site may have its site's name lead here, and is then no other site to the browser.
+    """
+
+    def __init__(self, app: ASGIApp, origins: tuple[str, ...]) -> None:
+        """origins: of pages that may call."""
+        self._app = app
+        self._names = {urlsplit(origin).hostname for origin in origins}
+        self._is_open = "*" in origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 403 to another name."""
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        if self._is_open or self._is_near(host):
+            await self._app(scope, receive, send)
+            return
+        refusal = Refusal(
+            403,
+            "unknown_host",
+            f"a server without a key answers to names of this machine, and not to {shown(host)}, "
+            "which may be the name of a web page's site; set a key (--api-key), or let its pages "
+            "call with --allow-origins",
+        )
+        told = told_of(refusal, scope["path"])
+        await JSONResponse(told.body, told.status)(scope, receive, send)
+
+    def _is_near(self, host: str) -> bool:
+        """Whether a Host header has no name, an address, or a name that no site can have."""
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        name = name.strip("[]").lower()
+        with suppress(ValueError):
+            return bool(ip_address(name))
+        return "." not in name or name.endswith(NEAR) or name in self._names
 
 
 def _digest(key: str) -> bytes:

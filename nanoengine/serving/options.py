@@ -34,7 +34,7 @@ class ServerOptions:
     queue_seconds: how long a request may wait for its first step, then status 503; 0: no limit.
     drain_seconds: what open requests get to end in when the server is told to stop.
     read_seconds: how long a client may take to send a body.
-    stall_seconds: how long a client may read nothing of a stream.
+    stall_seconds: how long a client may read nothing of an answer.
     keep_alive_seconds: after so long without a token a stream gets a comment.
     idle_seconds: how long a connection stays open without a request.
     max_body_mib: largest body.
@@ -92,6 +92,11 @@ class ServerOptions:
     def is_open(self) -> bool:
         """Whether other machines may call without a key."""
         return self.api_key is None and self.host not in LOOPBACK
+
+    @property
+    def is_for_this_machine(self) -> bool:
+        """Whether the programs of this machine alone may call, without a key."""
+        return self.api_key is None and self.host in LOOPBACK
 
 
 def _out_of_range(name: str, range_: str, given: object) -> ConfigError:

@@ -11,9 +11,12 @@ from contextlib import AbstractAsyncContextManager
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from nanoengine.serving.app import make_app
+from nanoengine.serving.connections import Connection
 from nanoengine.serving.engine import Engine
+from nanoengine.serving.guards import NameGuard
 from nanoengine.serving.open_requests import OpenRequests
 from nanoengine.serving.options import ServerOptions
 from nanoengine.serving.prompts import Facts
@@ -40,9 +43,12 @@ async def serve(
 def make_server(service: Service, on_start: Callable[[], None]) -> Server:
     """The server of a service; on_start: called when clients can connect."""
     drain_seconds, idle_seconds = service.options.drain_seconds, service.options.idle_seconds
+    app: ASGIApp = make_app(service)
+    if service.options.is_for_this_machine:
+        app = NameGuard(app, service.options.allow_origins)
     config = uvicorn.Config(
-        make_app(service),
-        http="h11",
+        app,
+        http=Connection.with_stall(service.options.stall_seconds),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,48 @@ def test_an_idle_connection_outlives_those_of_clients_and_proxies(
         assert rest_of(link) == b"" and time.monotonic() - start > 0.9
 
 
+def test_a_connection_must_bring_a_whole_head_in_time(tiny: Callable[[str], Path]) -> None:
+    """Neither silence, nor bytes one by one, nor a body after its answer keep one open."""
+    starts = (b"", b"GET /health HTTP/1.1\r\nHost: x\r\nA: ")
+    asked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+    with live_server(tiny("llama"), idle_seconds=1, api_key="k") as server:
+        for start in (*starts, asked):
+            with server.open() as link:
+                link.sendall(start)
+                if start == asked:
+                    assert link.recv(4096).startswith(b"HTTP/1.1 401 ")
+                until(lambda: server.server.server_state.connections)
+                begun = time.monotonic()
+                with suppress(ConnectionError):
+                    while time.monotonic() - begun < 10 and server.server.server_state.connections:
+                        link.sendall(b"a" if start else b"")
+                        time.sleep(0.1)
+                assert 0.5 < time.monotonic() - begun < 5
+
+
+def test_a_client_that_takes_nothing_of_an_answer_is_left(tiny: Callable[[str], Path]) -> None:
+    num = 40
+    with live_server(tiny("llama"), stall_seconds=0.5) as server:
+        (listener,) = server.server.servers[0].sockets
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # what it accepts, too
+        size = len(server.ask("GET", "/")[2])
+        for pause in (0.03, None):
+            with socket.socket() as link:
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 13)
+                link.settimeout(60)
+                link.connect(("127.0.0.1", server.port))
+                link.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * num)
+                if pause is None:
+                    until(lambda: server.server.server_state.connections)
+                    until(lambda: not server.server.server_state.connections)
+                    continue
+                found, begun = 0, time.monotonic()
+                while found < num * size:  # slow, and longer than a stall
+                    found += len(link.recv(1 << 15))
+                    time.sleep(pause)
+                assert time.monotonic() - begun > 1
+
+
 def test_headers_have_a_largest_size(server: LiveServer) -> None:
     with server.open() as link:
         link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 2_000_000 + b"\r\n\r\n")
@@ -156,6 +198,22 @@ def test_too_many_open_texts_are_429(server: LiveServer) -> None:
         reset(link)
     server.wait_until_idle()
     assert server.ask("POST", COMPLETIONS, SHORT, **KEY)[0] == 200
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_texts_may_not_repeat_gigabytes_of_a_prompt(
+    tiny: Callable[[str], Path], is_stream: bool
+) -> None:
+    """Of 10 kB of body, n texts with 20 log-probabilities for each token of a prompt."""
+    with live_server(tiny("llama")) as server:
+        asked = {"prompt": [5] * 400, "echo": True, "max_tokens": 1, "stream": is_stream}
+        status, body = server.post(COMPLETIONS, **asked, n=1024, logprobs=20)
+        assert status == 400 and "echo: the 1024 texts would repeat" in body["error"]["message"]
+        assert body["error"]["param"] == "echo"
+        many = {"prompt": [[5] * 400] * 1024, "logprobs": 20}
+        assert server.post(COMPLETIONS, **asked | many)[0] == 400
+        for few in ({"n": 2, "logprobs": 20}, {"n": 64}, {"logprobs": 20}):
+            assert server.ask("POST", COMPLETIONS, asked | few)[0] == 200
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -325,3 +383,23 @@ def test_pages_of_named_origins_may_call(tiny: Callable[[str], Path]) -> None:
         assert (status, headers["access-control-allow-origin"]) == (200, origin)
         status, headers, _ = server.ask("GET", "/v1/models", Origin="https://evil.example")
         assert status == 401 and "access-control-allow-origin" not in headers
+
+
+def test_a_page_whose_name_leads_here_may_not_call(tiny: Callable[[str], Path]) -> None:
+    """DNS rebinding: to a browser the server is then the page's own site."""
+    near = ("127.0.0.1", "[::1]:80", "localhost:8000", "box", "host.docker.internal", "192.0.2.1:9")
+    far = ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example")
+    with live_server(tiny("llama")) as server:
+        assert {server.ask("GET", "/v1/models", Host=name)[0] for name in near} == {200}
+        for name in far:
+            status, error = server.get("/v1/models", Host=name)
+            assert (status, error["error"]["code"]) == (403, "unknown_host")
+            assert server.ask("POST", CHAT, {}, Host=name)[0] == 403
+    for options in (
+        {"api_key": "k"},
+        {"allow_origins": ("https://evil.example",)},
+        {"allow_origins": ("*",)},
+        {"host": "0.0.0.0"},
+    ):
+        with live_server(tiny("llama"), **options) as server:
+            assert server.get("/v1/models", Authorization="Bearer k", Host=far[1])[0] == 200
