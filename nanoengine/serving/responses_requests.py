@@ -31,6 +31,7 @@ from nanoengine.serving.openai_requests import (
     top_logprobs,
 )
 from nanoengine.serving.tool_requests import call_of, responses_tools, result_of
+from nanoengine.text.checked_json import MAX_DEPTH, is_deep
 
 TEXTS = ("input_text", "output_text", "text")  # types of parts
 THOUGHTS = ("reasoning_text", "text")
@@ -101,6 +102,12 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
         "tool_choice": given.get("tool_choice", "auto"),
         "parallel_tool_calls": is_parallel,
     }
+    for name, value in repeated.items():
+        if is_deep([value]):  # it can be read, and not be written from every place
+            raise InvalidParamsError(
+                f"{name} is nested too deeply for an answer that repeats it: the limit is "
+                f"{MAX_DEPTH - 1} levels"
+            )
     return ResponsesRequest(chat, repeated, text_format)
 
 

@@ -160,9 +160,14 @@ def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_depth(path: Path, content: Any) -> None:
     """Raise CorruptModelError for deep nesting: other code reads or shows values recursively."""
+    if is_deep(content):
+        raise CorruptModelError(f"{path} is nested deeper than {MAX_DEPTH} levels")
+
+
+def is_deep(content: Any) -> bool:
+    """Whether a value is nested deeper than MAX_DEPTH levels."""
     level = [content]
     for _ in range(MAX_DEPTH):
         inner = (part.values() if isinstance(part, dict) else part for part in level)
         level = [item for items in inner for item in items if isinstance(item, dict | list)]
-    if level:
-        raise CorruptModelError(f"{path} is nested deeper than {MAX_DEPTH} levels")
+    return bool(level)

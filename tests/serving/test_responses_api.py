@@ -118,6 +118,16 @@ def test_what_is_wrong_is_named(body: dict[str, Any], text: str) -> None:
         read(**body)
 
 
+def test_what_an_answer_repeats_is_not_deep() -> None:
+    """What was read at the end of Python's stack cannot be written from a deeper place."""
+    deep: list[Any] = []
+    for _ in range(62):
+        deep = [deep]
+    assert read(metadata=deep).repeated["metadata"] == deep
+    with pytest.raises(InvalidParamsError, match="^metadata is nested too deeply .* 63 levels"):
+        read(metadata=[deep])
+
+
 def test_errors_name_their_key() -> None:
     for body, param in (({"input": 5}, "input"), ({"max_output_tokens": 0}, "max_output_tokens")):
         with pytest.raises((InvalidPromptError, InvalidParamsError)) as caught:
