@@ -108,7 +108,8 @@ Names of [other engines](parameters.md) are told what they are here. `null` is n
   most {MAX_WORD:,} characters; `logit_bias` names at most {MAX_BIASES:,} tokens.
 - `echo` repeats the prompt before a completion. With `logprobs`, the lists begin with the prompt's
   tokens, the first of which has none; `"max_tokens": 0` asks for the prompt's alone. Such a prompt
-  is computed as a whole, also where its KV is cached.
+  is computed as a whole, also where its KV is cached. Where several texts would repeat more than
+  64 Mi characters of prompts and their log-probabilities, the request is refused.
 - `stream_options` has `include_usage` and vLLM's `continuous_usage_stats`. A chunk may have several
   tokens: those that came since the last one.
 - `cache_salt` keeps the cached KV of users apart who must not learn of each other's prompts by
