@@ -124,7 +124,7 @@ def test_what_an_answer_repeats_is_not_deep() -> None:
     for _ in range(62):
         deep = [deep]
     assert read(metadata=deep).repeated["metadata"] == deep
-    with pytest.raises(InvalidParamsError, match="^metadata is nested too deeply .* 63 levels"):
+    with pytest.raises(InvalidParamsError, match=r"^metadata is nested too deeply .* 63 levels"):
         read(metadata=[deep])
 
 
