@@ -19,7 +19,7 @@ from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.stored_codes import Weight, columns, joined
 
 EMBEDDINGS_OF_LAYERS = "model.embed_tokens_per_layer.weight"
-UNIT = 16  # outputs: where a size does not divide, ranks get multiples of it
+UNIT = 16  # outputs: where a size does not divide, ranks get multiples of it if there is one each
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,9 @@ class Shard:
         """How many of `num` outputs each rank computes."""
         if num % self.size == 0:
             return [num // self.size] * self.size
-        units = -(-num // UNIT)
-        ends = [min(num, UNIT * (units * rank // self.size)) for rank in range(self.size)] + [num]
+        unit = UNIT if num > UNIT * (self.size - 1) else 1
+        units = -(-num // unit)
+        ends = [min(num, unit * (units * rank // self.size)) for rank in range(self.size)] + [num]
         return [stop - start for start, stop in pairwise(ends)]
 
     def part(self, num: int) -> range:

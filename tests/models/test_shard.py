@@ -149,12 +149,13 @@ def test_a_part_is_of_the_heads_that_its_kv_heads_serve(tiny: Callable[[str], Pa
 
 
 def test_sizes_that_do_not_divide_are_split_into_whole_units() -> None:
-    for num in (1, 15, 16, 17, 259, 1000, 49152):
+    """Where there is one for each rank: no weight of a rank may be empty."""
+    for num in (1, 15, 16, 17, 22, 32, 33, 49, 259, 1000, 49152):
         for size in (2, 3, 4, 5):
             widths = [Shard(rank, size).widths(num) for rank in range(size)]
             assert all(each == widths[0] for each in widths)
-            assert sum(widths[0]) == num and min(widths[0]) >= 0
-            if num % size:
+            assert sum(widths[0]) == num and min(widths[0]) >= int(num >= size)
+            if num % size and num > UNIT * (size - 1):
                 ends = [sum(widths[0][:rank]) for rank in range(size)]
                 assert all(end % UNIT == 0 or end == num for end in ends)
 

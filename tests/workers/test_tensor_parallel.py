@@ -211,6 +211,7 @@ def test_other_layers_go_through_the_same(
         ("gemma4", HEADS_OF_THREE),
         ("gemma4-shared", {"num_attention_heads": 3}),
         ("olmo2", HEADS_OF_THREE),
+        ("qwen3-moe", HEADS_OF_THREE | {"moe_intermediate_size": 22}),
     ],
 )
 def test_three_ranks(tmp_path: Path, name: str, settings: dict[str, Any], way: str) -> None:
