@@ -31,6 +31,7 @@ A_MODEL = 'a Hugging Face folder, a .gguf file, a hub id such as "Qwen/Qwen3-0.6
 _SPELLINGS = {"float32": ("fp32", "float"), "bfloat16": ("bf16",), "float16": ("fp16", "half")}
 DTYPES = {"auto": "auto"} | {n: name for name, ns in _SPELLINGS.items() for n in (name, *ns)}
 MAX_GUESSES = 64
+LEAST_SAMPLED = 32  # rows: what two texts whose forms leave one way to go on guess in a step
 AUTO_SPECULATIVE, DEFAULT_SPECULATIVE = "ngram:8+resident:8", "resident:8"
 MAX_THREADS = 1024
 MAX_RANKS = 64
@@ -232,6 +233,14 @@ class EngineConfig:
     def checked_rows(self) -> int:
         """Most rows with which a step checks the guesses of a request; 0: nobody asked for any."""
         return 1 + max(self._guessers.values()) if self.asks_for_guesses else 0
+
+    @property
+    def sampled_rows(self) -> int:
+        """Most rows of a step that sample: the next token of each request, and what follows each of
+        its guesses. If nobody asked for guesses, there are hardly more than requests.
+        """
+        wanted = max(LEAST_SAMPLED, self.max_num_seqs * max(1, self.checked_rows))
+        return min(self.max_num_batched_tokens, wanted)
 
     @property
     def _guessers(self) -> Mapping[str, int]:

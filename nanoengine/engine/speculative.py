@@ -105,13 +105,10 @@ def is_draft_due(seqs: Iterable[Sequence], drafts: bool) -> bool:
 
 
 def most_guesses(config: EngineConfig, max_tokens: int) -> int:
-    """Most guesses of a step and sequences that run in it. max_tokens: most tokens of a step.
-
-    If nobody asked for any, as many as there may be sequences: memory for their logits is planned.
+    """Most guesses of a step and sequences that run in it: memory for their logits is planned.
+    max_tokens: most tokens of a step.
     """
-    if config.asks_for_guesses:
-        return max_tokens
-    return min(max_tokens, max(config.max_num_seqs, 2 * MOST_FORCED))
+    return min(max_tokens, config.sampled_rows)
 
 
 def record_guesses(item: ScheduledSequence, num_right: int, is_timed: bool) -> None:

@@ -11,7 +11,7 @@ if the distance between them (in total variation) is d, at least (1 - d) / (1 + 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from nanoengine.context import MakeTensor
 from nanoengine.sampling_params import SamplingParams
+
+MOST_ROWS = 64  # drawn from at once: each takes ten times the memory of its logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,10 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     """logits: [rows, vocab] of any float dtype. Returns int64 [rows]: a token of each row, which
     means nothing where a row has a NaN or no finite largest value.
     """
+    if len(logits) > MOST_ROWS:
+        rules_of = torch.split(draws.rules, MOST_ROWS, dim=1)
+        parts = zip(torch.split(logits, MOST_ROWS), rules_of, strict=True)
+        return torch.cat([draw(part, replace(draws, rules=rules)) for part, rules in parts])
     temperature, top_k, top_p, min_p, *key = draws.rules.unsqueeze(2)
     logits = logits.float() / temperature.float()
     vocab = logits.shape[1]

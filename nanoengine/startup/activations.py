@@ -6,16 +6,25 @@ import math
 
 from nanoengine.config.model import DeltaConfig, ModelConfig
 
+# Bytes of a logit of a row that samples: in fp32 itself, without what a form forbids, and with
+# penalties or as a log-probability; PyTorch ranks them, too.
+IN_C, IN_PYTORCH = 16, 28
+
 
 def activation_bytes(
-    config: ModelConfig, num_tokens: int, num_seqs: int, element_size: int, fuses_delta: bool
+    config: ModelConfig,
+    num_tokens: int,
+    num_seqs: int,
+    num_sampled: int,
+    element_size: int,
+    in_c: bool,
 ) -> int:
     """Upper bound of a step's temporary memory in bytes, from shapes (for devices not profiled).
 
     Per token: residual stream and norm (fp32 and model dtype), the largest of qkv + attention
     state, gate_up (of experts: with their rows, their results and the sum) and what a recurrent
-    layer holds; per sequence: logits in the head's dtype, and in fp32 and fp64 for sampling.
-    fuses_delta: as in memory_plan.ModelFacts.
+    layer holds; per row that samples, of which there are num_sampled, its logits and what sampling
+    makes of them. in_c: as in memory_plan.ModelFacts.
     """
     shapes = [config.shape(layer) for layer in config.attention_layers]
     heads = config.num_heads * max(shape.head_dim for shape in shapes)
@@ -28,16 +37,15 @@ def activation_bytes(
         each = config.hidden_size * 2 + experts.inner_size * 4
         sums = 8 * config.hidden_size + 16 * experts.count
         feed_forward = max(feed_forward, experts.top_k * each * element_size + sums)
-    per_row = config.vocab_size * (4 + 24)
-    recurrent = 0
+    per_row = config.vocab_size * (IN_C if in_c else IN_PYTORCH)
+    recurrent = states = 0
     if (delta := config.delta) is not None:
-        recurrent, states = _delta_bytes(delta, element_size, fuses_delta, feed_forward)
-        per_row += states
+        recurrent, states = _delta_bytes(delta, element_size, in_c, feed_forward)
     per_token = stream + max(attention, feed_forward, recurrent)
     if config.has_mtp:  # it has a residual stream of its own, of two vectors, and logits
         per_token += config.hidden_size * 6 * element_size
         per_row += config.vocab_size * 4
-    return num_tokens * per_token + num_seqs * per_row
+    return num_tokens * per_token + num_sampled * per_row + num_seqs * states
 
 
 def _delta_bytes(

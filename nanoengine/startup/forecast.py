@@ -422,7 +422,7 @@ class Forecaster:
         config = replace(self._config, **settings)
         is_cpu = self._hardware.name == "cpu"
         held = self._weights[0].held
-        facts = ModelFacts("", self._dtype, "", held, "", fuses_delta=is_cpu)
+        facts = ModelFacts("", self._dtype, "", held, "", in_c=is_cpu)
         of_a_rank = memory_settings_of_a_rank(config)
         return _Fit(config, plan_memory(of_a_rank, self._part, self._memory, facts, None))
 

@@ -65,7 +65,7 @@ class ModelFacts:
     """Facts about a loaded model for the plan, as text except dtype and bytes.
 
     quantization: how weights were quantised; invariance: what the bits of a request depend on;
-    is_invariant: on nothing but the request. fuses_delta: a gated delta rule is one call of C.
+    is_invariant: on nothing but the request. in_c: recurrent layers and sampling are calls of C.
     """
 
     source: str
@@ -76,7 +76,7 @@ class ModelFacts:
     quantization: str = ""
     invariance: str = ""
     is_invariant: bool = False
-    fuses_delta: bool = False
+    in_c: bool = False
 
 
 def plan_memory(
@@ -93,8 +93,8 @@ def plan_memory(
     tokens = config.max_num_batched_tokens
     activations = profiled_bytes
     if activations is None:
-        sizes = tokens, config.max_num_seqs, facts.dtype.itemsize
-        activations = activation_bytes(model, *sizes, facts.fuses_delta)
+        sizes = tokens, config.max_num_seqs, config.sampled_rows, facts.dtype.itemsize
+        activations = activation_bytes(model, *sizes, facts.in_c)
     spec = _kv_spec(config, model, device, facts.dtype, activations)
     if config.num_drafts:
         spec = replace(spec, drafts_from=drafts_from(facts.weight_bytes, spec.draft_bytes))

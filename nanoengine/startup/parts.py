@@ -199,7 +199,7 @@ def load_compute_parts(
         quantization=describe_codes(model.codes, dtype, config),
         invariance=describe_invariance(*invariant, are_ranks),
         is_invariant=invariant == (True, True, False),
-        fuses_delta=kernels is not None,
+        in_c=kernels is not None,
     )
     return ComputeParts(folder, model, ops, attention, facts)
 

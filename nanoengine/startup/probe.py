@@ -298,15 +298,20 @@ def profile_step(
     dtype: torch.dtype,
     device: Device,
 ) -> int | None:
-    """Run the largest step, with the most tokens and requests and the costliest sampling; returns
-    its peak bytes beside weights and KV, None on a device that does not count.
+    """Run the largest step, with the most tokens, requests and guesses, and the costliest sampling;
+    returns its peak bytes beside weights and KV, None on a device that does not count.
     """
     num_seqs = config.max_num_seqs
     lengths = [config.max_num_batched_tokens // num_seqs] * num_seqs
     lengths[0] += config.max_num_batched_tokens % num_seqs
     params = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)
-    seqs = [probe_sequence(PROBE_ID, length, params) for length in lengths]
-    batch = ScheduledBatch(tuple(ScheduledSequence(seq, seq.num_tokens) for seq in seqs))
+    num_guesses = max(0, config.sampled_rows // num_seqs - 1)
+    items = []
+    for length in lengths:
+        guesses = (0,) * min(num_guesses, length - 1)
+        seq = probe_sequence(PROBE_ID, length - len(guesses), params)
+        items.append(ScheduledSequence(seq, length, guesses=guesses))
+    batch = ScheduledBatch(tuple(items))
     scratch = ScratchKV(model, config.kvcache_block_size, dtype, device, lengths)
     return device.peak_bytes_of(lambda: make_runner(scratch).run(batch))
 
@@ -324,7 +329,8 @@ def profiled_bytes(
     if config.num_gpu_blocks or config.kv_cache_gib or not device.computes_later:
         return None
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
-    estimated = activation_bytes(model, tokens, seqs, dtype.itemsize, fuses_delta=False)
+    sizes = tokens, seqs, config.sampled_rows, dtype.itemsize
+    estimated = activation_bytes(model, *sizes, in_c=False)
     check_step_fits(config, estimated, device.memory()[0])
     return profile_step(make_runner, model, config, dtype, device)
 

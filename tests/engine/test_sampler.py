@@ -47,6 +47,15 @@ def frequencies(ops: SamplingOps, params: SamplingParams) -> list[float]:
     return [tokens.count(token) / DRAWS for token in range(len(LOGITS))]
 
 
+def test_a_row_is_drawn_from_as_if_it_were_alone(ops: SamplingOps) -> None:
+    """However many there are."""
+    logits = torch.randn(150, 40, generator=torch.Generator().manual_seed(0))
+    kinds = [SamplingParams(top_p=0.8), SamplingParams(0.7, top_k=9), SamplingParams(min_p=0.1)]
+    seqs = [sequence(kinds[row % 3], seed=row) for row in range(150)]
+    alone = [choose(ops, logits[row : row + 1], [seqs[row]])[0] for row in range(150)]
+    assert choose(ops, logits, seqs) == alone and len(set(alone)) > 10
+
+
 def softmax(values: list[float]) -> list[float]:
     weights = [math.exp(v) for v in values]
     return [w / sum(weights) for w in weights]

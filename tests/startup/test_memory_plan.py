@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import LLAMA_8B
 from driver import small_engine
 from marks import needs_compiler
 from peak_bytes import peak_bytes_of
 
+from nanoengine import SamplingParams
 from nanoengine.config.engine import GIB, make_config
 from nanoengine.config.model import ModelConfig, RopeConfig
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.engine.speculative import PromptLookup
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.startup import parts
 from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, plan_memory
@@ -316,3 +319,34 @@ def test_a_recurrent_layer_holds_what_is_planned(
     monkeypatch.setattr(CpuDevice, "computes_later", True)
     measured = planned(num_gpu_blocks=None)
     assert measured <= estimated <= 1.8 * measured
+
+
+@needs_compiler
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "PyTorch"])
+def test_the_logits_of_all_guesses_of_a_step_are_planned(
+    in_c: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the estimate, and by the profile: of a step in which each request has all it may."""
+    sizes = {"vocab_size": 9000, "hidden_size": 32, "intermediate_size": 32}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | sizes | layers))
+    if not in_c:
+        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
+    monkeypatch.setattr(PromptLookup, "guess", lambda self, ids, most: (1,) * most)
+    settings = {"max_num_seqs": 40, "max_num_batched_tokens": 400, "speculative": "ngram:8"}
+
+    def made(**more: Any) -> LLMEngine:
+        return small_engine(tmp_path, load_format="dummy", **settings, **more)
+
+    params = SamplingParams(top_p=0.9, min_p=0.01, max_tokens=40, ignore_eos=True)
+    engine = made()
+    for seed in range(40):
+        engine.add_request([7, 8, 9], replace(params, seed=seed))
+    engine.step()
+    peak = peak_bytes_of(engine.step)
+    engine.close()
+    monkeypatch.setattr(CpuDevice, "peak_bytes_of", lambda device, work: peak_bytes_of(work))
+    monkeypatch.setattr(CpuDevice, "computes_later", True)
+    profiled = made(num_gpu_blocks=None)
+    profiled.close()
+    assert peak <= profiled.plan.activation_bytes <= engine.plan.activation_bytes
