@@ -213,8 +213,8 @@ def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
     return tuple(i for i, has_rope in enumerate(listed[:num_layers]) if not has_rope)
 
 
-def _delta(content: CheckedJson, num_layers: int) -> DeltaConfig:
-    """The recurrent layers."""
+def _delta(content: CheckedJson, num_layers: int) -> DeltaConfig | None:
+    """The recurrent layers; None if all have attention."""
     delta = DeltaConfig(
         layers=recurrent_layers(content.values, num_layers, content.path),
         num_key_heads=content.size("linear_num_key_heads"),
@@ -231,7 +231,7 @@ def _delta(content: CheckedJson, num_layers: int) -> DeltaConfig:
             f"key heads and a convolution of {delta.conv_size}; value heads must be a multiple of "
             "key heads, and the convolution 2 at least"
         )
-    return delta
+    return delta if delta.layers else None
 
 
 def _ropes(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import reference, reference_greedy
+from checkpoints import TINY, reference, reference_greedy
 from driver import Driver, assert_greedy, assert_logits_are_transformers, small_engine
 from marks import needs_compiler
 from torch import Tensor
@@ -279,3 +280,14 @@ def test_no_more_requests_run_than_states_fit(
     driver = Driver(few)
     assert_greedy(path, prompts, driver.run(prompts), 16)
     assert (driver.max_batch, few.plan.max_num_seqs) == (1, 1)
+
+
+def test_a_hybrid_of_attention_alone_has_no_states(tmp_path: Path) -> None:
+    """And may draft, as other models do."""
+    whole = {"layer_types": ["full_attention"] * 3}
+    replace(TINY["qwen3.5"], settings=TINY["qwen3.5"].settings | whole)(tmp_path)
+    engine = small_engine(tmp_path, speculative="resident:2")
+    prompts = some_prompts()
+    assert_greedy(tmp_path, prompts, Driver(engine).run(prompts), 16)
+    assert engine.plan.kv.delta is None and engine.scheduler.turns.can_draft([])
+    engine.close()
