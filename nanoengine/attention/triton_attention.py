@@ -274,7 +274,8 @@ class TritonAttention:
         mass = ctx.block_mass
         assert mass is not None
         _, num_tokens, heads = kept[0].shape
-        add_mass[tuple(mass.shape)](
+        num_sequences, num_blocks = mass.shape
+        add_mass[(num_blocks, num_sequences)](  # a GPU has 65,535 programs in y, at most
             ctx.query_start, ctx.kv_lens, *kept, mass, num_tokens, mass.stride(0),
             heads, block_size, self._tile(block_size), MASS_ROWS, num_warps=4,
         )  # fmt: skip
@@ -351,8 +352,11 @@ def _stages(q: Tensor) -> int:
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Shared memory of a program in bytes; in Triton's interpreter that of a GPU of 2022."""
+    """Shared memory of a program in bytes; in Triton's interpreter that of a GPU of 2022. PyTorch
+    for AMD has one number for it.
+    """
     if device.type != "cuda":
         return 227 << 10
     properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+    least: int = properties.shared_memory_per_block
+    return int(getattr(properties, "shared_memory_per_block_optin", least))

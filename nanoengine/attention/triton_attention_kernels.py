@@ -265,7 +265,7 @@ def add_mass(
     ROWS: tl.constexpr,
 ):
     """Add to the mass of one block of a sequence what the sequence's rows gave to its tiles."""
-    seq, block = tl.program_id(0), tl.program_id(1)
+    block, seq = tl.program_id(0), tl.program_id(1)
     start_token = tl.load(query_start + seq)
     num_queries = tl.load(query_start + seq + 1) - start_token
     kv_len = tl.load(kv_lens + seq)

@@ -61,6 +61,10 @@ class AcceleratorDevice(GpuDevice):
         free, total = torch.accelerator.get_memory_info(self.torch_device)
         return free, total
 
+    def begin_step(self) -> None:
+        """As CudaDevice."""
+        torch.accelerator.set_device_index(self.torch_device)
+
 
 def _bring(name: str, kind: str) -> None:
     """Import the package of this kind of device. Raises ConfigError with what is missing."""

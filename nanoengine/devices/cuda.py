@@ -51,6 +51,12 @@ class CudaDevice(GpuDevice):
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return free, total
 
+    def begin_step(self) -> None:
+        """Triton launches on the current GPU: another thread has its own, another engine may have
+        changed it.
+        """
+        torch.cuda.set_device(self.torch_device)
+
 
 def _sleep(seconds: float) -> None:
     """Queue work that takes about so long on the current stream."""

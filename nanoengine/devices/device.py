@@ -107,7 +107,7 @@ class Device(Protocol):
         ...
 
     def begin_step(self) -> None:
-        """A step begins: choose its number of threads."""
+        """A step begins: choose its number of threads; on a GPU it becomes the current one."""
         ...
 
     def close_streams(self) -> None:

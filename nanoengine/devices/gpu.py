@@ -200,9 +200,6 @@ class GpuDevice:
     def follow_free_cores(self) -> None:
         """Nothing to do: a GPU computes."""
 
-    def begin_step(self) -> None:
-        """Nothing to do."""
-
     def close_streams(self) -> None:
         with suppress(EngineError):  # of ranks that have ended: what waits for them never ends
             self.synchronize()
@@ -226,9 +223,11 @@ def find_graphs(device: torch.device) -> VendorGraphs | None:
     module = torch.get_device_module(device)
     for name, options in GRAPHS.items():
         if hasattr(module, name):
+            # torch's own is on the GPU that was the current one at the first capture of all.
+            own = {"stream": module.Stream(device)}
 
             def capture(
-                graph: Any, pool: Any, options: dict[str, Any] = options
+                graph: Any, pool: Any, options: dict[str, Any] = own | options
             ) -> AbstractContextManager[Any]:
                 block: AbstractContextManager[Any] = module.graph(graph, pool=pool, **options)
                 return block

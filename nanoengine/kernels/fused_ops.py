@@ -20,6 +20,7 @@ from nanoengine.kernels.packed_product import PackedGateUp, PackedHead, PackedHe
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws
 from nanoengine.models.experts import (
+    IN_A_GRAPH,
     ON_A_GPU,
     CodedExpert,
     Experts,
@@ -28,6 +29,7 @@ from nanoengine.models.experts import (
     Map,
     Router,
     RouterWeights,
+    host_waits,
 )
 from nanoengine.models.layer_ops import (
     MLP,
@@ -356,7 +358,9 @@ class GpuOps(KernelOps):
         activation: str,
         gather: Map | None = None,
     ) -> Product:
-        """Raises ConfigError where PyTorch's grouped product would make the host wait."""
+        """Raises ConfigError where PyTorch's grouped product would make the host wait: always, or
+        in a graph.
+        """
         others, gated = iter(experts), self.gated(activation)
         first = next(others)
         stored: Iterable[ExpertWeights] = chain((first,), others)
@@ -367,6 +371,8 @@ class GpuOps(KernelOps):
                 return self._products.experts(router, coded, gated, gather)
         if first.gate.dtype is not torch.bfloat16:
             raise ConfigError(ON_A_GPU)
+        if self._graphs is not None and host_waits(first.gate):
+            raise ConfigError(IN_A_GRAPH)
         return GroupedExperts(router, stored, config.count, gated, gather)
 
     def after_attention(

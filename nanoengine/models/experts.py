@@ -23,6 +23,10 @@ Router = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 ON_A_GPU = (
     'experts of numbers run on a GPU in bfloat16 only; set dtype="bfloat16" or quantization="int8"'
 )
+IN_A_GRAPH = (
+    "on this GPU PyTorch makes the host wait for each product of experts, which no graph can hold; "
+    'set enforce_eager=True or quantization="int8"'
+)
 LEAST_SUM = 1e-20  # below any sum of scores that is not 0, by which nothing can be divided
 
 
@@ -165,6 +169,17 @@ class GroupedExperts:
         if self._biases is not None:
             results += self._biases[1][chosen]
         return add_up(_back(results, places).view(tokens, top_k, -1), weights)
+
+
+def host_waits(weight: Tensor) -> bool:
+    """Whether functional.grouped_mm makes the host wait where this bfloat16 weight lies. On NVIDIA
+    it has a kernel for compute capability 9 and 10, and multiplies one by one on others
+    (GroupedBlas.cpp); AMD's is off by default.
+    """
+    if weight.device.type != "cuda":
+        return False
+    major, _ = torch.cuda.get_device_capability(weight.device)
+    return torch.version.hip is not None or major not in (9, 10)
 
 
 class SharedExpert:

@@ -6,7 +6,10 @@ it were integers, so here they run in float32 and float16; and all compile for a
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -258,6 +261,31 @@ def test_sizes_of_graphs() -> None:
     ]
 
 
+def test_mass_of_very_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid has 65,535 programs in its second dimension, at most."""
+    grids: list[tuple[int, ...]] = []
+
+    class Launcher:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(triton_attention, "add_mass", Launcher())
+    backend = TritonAttention(AttentionConfig(16), torch.float32, torch.device("cpu"))
+    ctx: Any = SimpleNamespace(query_start=None, kv_lens=None, block_mass=torch.empty(2, 1 << 16))
+    backend._add_mass(ctx, 16, (torch.empty(2, 1, 1), torch.empty(2, 1, 1)))
+    assert grids == [(1 << 16, 2)]
+
+
+def test_the_shared_memory_of_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch for AMD knows no memory that one must ask for."""
+    there: Any = SimpleNamespace(shared_memory_per_block=64 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: there)
+    assert triton_attention._shared_memory(torch.device("cuda")) == 64 << 10
+    there.shared_memory_per_block_optin = 99 << 10
+    assert triton_attention._shared_memory(torch.device("cuda")) == 99 << 10
+
+
 # -- compiled, without a GPU -----------------------------------------------------------------------
 
 
@@ -344,3 +372,15 @@ def test_all_compile_for_a_gpu() -> None:
     found = compiled_by("-c", COMPILE)
     assert len(found) == 14
     assert all(shared <= 227 << 10 and has_code for _, shared, has_code in found), found
+
+
+AS_LAUNCHED = Path(__file__).parents[1] / "helpers" / "compile_attention.py"
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("capability", [80, 89, 90, 120])
+@pytest.mark.parametrize("shape", ["bfloat16,2,4,128", "bfloat16,2,4,256", "float32,2,4,128"])
+def test_all_fit_a_gpu_as_they_are_launched(shape: str, capability: int) -> None:
+    """The shared memory of a card of that kind."""
+    for each in compiled_by(AS_LAUNCHED, shape, str(capability)):
+        assert each["shared_kib"] <= each["most_kib"], each

@@ -77,7 +77,8 @@ def test_the_second_one_and_its_dtype(monkeypatch: pytest.MonkeyPatch, has_bfloa
     assert isinstance(device, AcceleratorDevice) and device.name == "xpu:1"
     assert device.memory() == (3, 4)
     assert device.auto_dtype()[0] is (torch.bfloat16 if has_bfloat16 else torch.float16)
-    assert asked == [torch.device("xpu", 1)] * 6
+    device.begin_step()
+    assert asked == [torch.device("xpu", 1)] * 7
 
 
 def test_graphs_are_those_of_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +87,7 @@ def test_graphs_are_those_of_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None
     vendor = SimpleNamespace(
         graph_pool_handle=lambda: "pool",
         graph=lambda graph, **options: asked.append((graph, options)),
+        Stream=lambda device: f"a stream of {device}",
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: vendor)
     assert find_graphs(torch.device("xpu")) is None
@@ -94,6 +96,7 @@ def test_graphs_are_those_of_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None
         found = find_graphs(torch.device("xpu"))
         assert found is not None and found.new_pool() == "pool"
         found.capture(found.new(), found.new_pool())
-        assert asked == [(name, {"pool": "pool"} | options)]
+        own = {"pool": "pool", "stream": "a stream of xpu"}
+        assert asked == [(name, own | options)]
         asked.clear()
         monkeypatch.delattr(vendor, name)

@@ -24,6 +24,7 @@ from nanoengine import SamplingParams
 from nanoengine.context import packed
 from nanoengine.devices.select import make_device
 from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.errors import ConfigError
 from nanoengine.outputs import RequestOutput
 from nanoengine.startup import probe
 from nanoengine.text.tokenizer import Tokenizer
@@ -432,6 +433,37 @@ def test_lists_that_go_together_take_one_copy(gpu: VirtualGpu) -> None:
             assert {(t.data_ptr() - made[0].data_ptr()) % 16 for t in made if len(t)} == {0}
 
 
+def test_a_step_makes_its_gpu_the_current_one(
+    gpu: VirtualGpu, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton launches there. Another thread begins with the first GPU as the current one, and an
+    engine of another GPU leaves that.
+    """
+    made = engine(tiny("llama"), **RESIDENT)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    answer(made, [prompt(1)], [GREEDY])
+    assert {*asked} == {gpu.device}
+    made.close()
+
+
+def test_experts_need_a_gpu_that_multiplies_them_without_the_host(
+    gpu: VirtualGpu, tiny: Callable[[str], Path]
+) -> None:
+    """PyTorch has a product of experts for compute capability 9 and 10. On others it copies to the
+    host how many rows each gets, which fails while a graph is captured (pytorch issue 169970).
+    """
+    settings = RESIDENT | {"dtype": "bfloat16"}
+    for capability in ((9, 0), (10, 3)):
+        gpu.capability = capability
+        engine(tiny("mixtral"), **settings).close()
+    for capability in ((8, 0), (8, 9), (12, 0)):
+        gpu.capability = capability
+        with pytest.raises(ConfigError, match="set enforce_eager=True or quantization="):
+            engine(tiny("mixtral"), **settings)
+    engine(tiny("mixtral"), enforce_eager=True, **settings).close()
+
+
 def test_it_sees_waits_and_tensors_of_the_host(gpu: VirtualGpu) -> None:
     """What the tests above rely on."""
     device = make_device("cuda", None)
@@ -452,6 +484,7 @@ def test_it_sees_waits_and_tensors_of_the_host(gpu: VirtualGpu) -> None:
         lambda: bool(x.any()),
         lambda: torch.ones(2, 2).to(x.device),
         lambda: x.copy_(torch.ones(2, 2), non_blocking=True),
+        lambda: torch.tensor([1, 2], device=x.device),
     ):
         with pytest.raises(HostWaitError):
             waiting()

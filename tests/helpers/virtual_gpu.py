@@ -84,25 +84,25 @@ class VirtualStream:
     device = torch.device("cpu")  # where tensors made for it really are
 
     def __init__(self, gpu: VirtualGpu) -> None:
-        self._gpu = gpu
+        self.gpu = gpu
         self.time = self.busy = 0.0
         gpu.streams.append(self)
 
     def work(self, seconds: float) -> None:
-        self.time = max(self.time, self._gpu.host_time) + seconds
+        self.time = max(self.time, self.gpu.host_time) + seconds
         self.busy += seconds
 
     def record_event(self) -> VirtualEvent:
-        return VirtualEvent(self._gpu, self.time)
+        return VirtualEvent(self.gpu, self.time)
 
     def wait_event(self, event: VirtualEvent) -> None:
         self.time = max(self.time, event.time)
 
     def __enter__(self) -> None:
-        self._before, self._gpu.current = self._gpu.current, self
+        self._before, self.gpu.current = self.gpu.current, self
 
     def __exit__(self, *_: object) -> None:
-        self._gpu.current = self._before
+        self.gpu.current = self._before
 
 
 Work = Callable[[], None]
@@ -146,7 +146,7 @@ class VirtualGpu(TorchFunctionMode):
         self.all: list[VirtualGpu] = first.all if first else []
         self.all.append(self)
         self.device = torch.device(kind, len(self.all) - 1)
-        self.costs, self.memory_bytes = Costs(), 1 << 30
+        self.costs, self.memory_bytes, self.capability = Costs(), 1 << 30, (9, 0)
         self.strict = False
         self.is_stuck = threading.Event()  # the host has looked for work that does not end
         self.host_time, self.num_waits, self.num_crossings = 0.0, 0, 0
@@ -156,6 +156,7 @@ class VirtualGpu(TorchFunctionMode):
         self._pools: dict[int, list[VirtualGraph]] = {}
         self._pool_numbers = count()
         self._capturing: VirtualGraph | None = None
+        self._default_stream: VirtualStream | None = None
         self._storages: dict[int, list[int]] = {}  # data pointer -> [tensors, bytes]
         self.allocated = self.peak = 0
         self._patch = pytest.MonkeyPatch()
@@ -237,10 +238,11 @@ class VirtualGpu(TorchFunctionMode):
             "current_device": lambda: self.device.index,
             "mem_get_info": self._memory,
             "get_device_properties": lambda *_: SimpleNamespace(
-                shared_memory_per_block_optin=227 << 10
+                shared_memory_per_block=48 << 10, shared_memory_per_block_optin=227 << 10
             ),
+            "get_device_capability": lambda *_: self.capability,
             "_sleep": lambda cycles: self.current.work(cycles / CYCLES_PER_S),
-            "Stream": lambda: VirtualStream(self),
+            "Stream": lambda *_: VirtualStream(self),
             "stream": lambda stream: stream,
             "graph_pool_handle": lambda: next(self._pool_numbers),
             "CUDAGraph": VirtualGraph,
@@ -260,7 +262,9 @@ class VirtualGpu(TorchFunctionMode):
         graphs = {
             "graph_pool_handle": lambda: next(self._pool_numbers),
             "XPUGraph": VirtualGraph,
-            "graph": lambda graph, pool: self._capture(graph, pool),  # it takes no error mode
+            "Stream": lambda *_: VirtualStream(self),
+            # It takes no error mode.
+            "graph": lambda graph, pool, stream: self._capture(graph, pool, stream),
         }
         return [
             (torch.accelerator, self._shared_names() | others),
@@ -282,7 +286,18 @@ class VirtualGpu(TorchFunctionMode):
         self.peak = self.allocated
 
     @contextlib.contextmanager
-    def _capture(self, graph: VirtualGraph, pool: int | None = None, **_: object) -> Iterator[None]:
+    def _capture(
+        self,
+        graph: VirtualGraph,
+        pool: int | None = None,
+        stream: VirtualStream | None = None,
+        **_: object,
+    ) -> Iterator[None]:
+        """Without a stream torch takes one for all graphs, made on the GPU of the first."""
+        first = self._first
+        first._default_stream = first._default_stream or VirtualStream(self)
+        if (stream or first._default_stream).gpu is not self:
+            raise WrongPlaceError("a graph is captured on a stream of another GPU")
         self.graphs.append(graph)
         sharing = [] if pool is None else self._pools.setdefault(pool, [])
         for earlier in sharing:
@@ -364,6 +379,8 @@ class VirtualGpu(TorchFunctionMode):
         if here:
             self._check(name, args, given, here)
         is_ours = bool(here) or (target is not None and target.type != "cpu")
+        if self.strict and is_ours and name in ("tensor", "as_tensor") and not here:
+            raise HostWaitError("a tensor on the GPU from numbers of the host")
         if not is_ours:
             out = func(*args, **kwargs)
             if is_pinned or any(_is_pinned(t) and _shares(t, out) for t in given):
