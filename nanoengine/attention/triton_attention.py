@@ -30,15 +30,15 @@ from nanoengine.devices.device import to_device
 
 PARTITION = 512
 MERGED_AT_ONCE = 8  # partitions whose states are loaded together, at most
-FEW_QUERIES, FEW_ROWS = 17, 128  # the most of a sequence whose partitions run in parallel
-PREFILL_ROWS, PREFILL_WARPS = 128, 8
+FEW_QUERIES = 17  # the most of a sequence whose partitions run in parallel
+MOST_ROWS, PREFILL_WARPS = 128, 8  # rows: heads of queries
 DECODE_PROGRAMS = 1024  # per launch: several for each multiprocessor
 MAX_TILE = 128
 MASS_ROWS = 256  # of the states that add_mass loads together
 TILES_IN_SHARED_MEMORY = 2  # the one in use, and the next one on its way
 MIN_DOT = 16  # the smallest side of a matrix product
 
-WIDE_DIM = 256  # a program holds the results of PREFILL_ROWS rows of so many numbers, at most
+WIDE_DIM = 256  # a program holds the results of MOST_ROWS rows of so many numbers, at most
 
 Lengths = tuple[tuple[int, int], ...]
 # What add_mass needs of a layer: fp32 [1 + tiles, tokens, heads], the maxima and the sums of each
@@ -94,9 +94,11 @@ class TritonAttention:
         self.name = f"Triton {triton.__version__}"
         # Without a softcap the kernels use powers of two instead of e.
         self._scale = config.score_scale * (1 if config.softcap else LOG2E.value)
+        self._shared_bytes = _shared_memory(device)
         key_bytes = 2 * _padded(config.head_dim) * dtype.itemsize
-        room = _shared_memory(device) // (TILES_IN_SHARED_MEMORY * key_bytes)
+        room = self._shared_bytes // (TILES_IN_SHARED_MEMORY * key_bytes)
         self._most_keys: int = min(MAX_TILE, 1 << (room.bit_length() - 1))
+        self._programs: dict[tuple[int, ...], tuple[int, int]] = {}
         self._tiles: dict[tuple[int, int, int], tuple[Spans, Tensor | None]] = {}
         self._buffers: dict[tuple[int, ...], _Buffers] = {}
         self._kept: Kept = (None, None)
@@ -135,7 +137,7 @@ class TritonAttention:
         if shape in self._buffers:
             return self._buffers[shape]
         buffers = self._buffers[shape] = _Buffers()
-        few = few_queries(q.shape[1] // chunk.k.shape[2])
+        few = few_queries(*self._program(q, chunk))
         counts = [num_queries for num_queries, _ in ctx.lengths if num_queries <= few]
         if counts:
             start = self._first_states(ctx, few)
@@ -190,12 +192,12 @@ class TritonAttention:
 
     def _tiles_of(self, chunk: KVChunk, lengths: Lengths, q: Tensor) -> Tensor | None:
         """(span, first query) of each tile of queries over this chunk; None without tiles."""
-        group = q.shape[1] // chunk.k.shape[2]
-        tile = max(1, _prefill_rows(q) // group)
+        group, rows = self._program(q, chunk)
+        tile = rows // group
         # Spans are kept beside the tiles, so no other object gets their id.
         key = id(chunk.spans), group, tile
         if key not in self._tiles:
-            found = query_tiles(chunk, lengths, tile, few_queries(group))
+            found = query_tiles(chunk, lengths, tile, few_queries(group, rows))
             tiles = to_device(found, torch.int32, q.device) if found else None
             self._tiles[key] = chunk.spans, tiles
         return self._tiles[key][1]
@@ -216,9 +218,9 @@ class TritonAttention:
         assert states is not None
         if not chunk.is_last and not len(states.row_max):  # the first layer read fewer chunks
             states = buffers.states = _states(q, 2 * len(q))
-        group = q.shape[1] // chunk.k.shape[2]
-        shape = self._shape(q, chunk, max(_prefill_rows(q), triton.next_power_of_2(group)))
-        prefill[(len(tiles), chunk.k.shape[2])](
+        group, rows = self._program(q, chunk)
+        shape = self._shape(q, chunk, rows)
+        prefill[(len(tiles), q.shape[1] // group)](
             q, chunk.k, chunk.v, tiles,
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
             ctx.query_start, ctx.kv_lens,
@@ -236,13 +238,13 @@ class TritonAttention:
         window: int,
         kept: Kept,
     ) -> None:
-        num_spans, kv_heads = len(chunk.seq_index), chunk.k.shape[2]
+        group, _ = self._program(q, chunk)
+        num_spans, num_groups = len(chunk.seq_index), q.shape[1] // group
         width = triton.cdiv(chunk.block_table.shape[1] * chunk.k.shape[1], PARTITION) + 1
-        wanted = max(1, DECODE_PROGRAMS // (num_spans * kv_heads))
-        group = q.shape[1] // kv_heads
+        wanted = max(1, DECODE_PROGRAMS // (num_spans * num_groups))
         rows = max(MIN_DOT, triton.next_power_of_2(parts.queries * group))
         shape, states = self._shape(q, chunk, rows), parts.states
-        decode[(num_spans, kv_heads, min(width, wanted))](
+        decode[(num_spans, num_groups, min(width, wanted))](
             q, chunk.k, chunk.v,
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
             ctx.query_start, ctx.kv_lens,
@@ -284,9 +286,11 @@ class TritonAttention:
         _, heads, head_dim = q.shape
         _, block_size, kv_heads, _ = chunk.k.shape
         tile = self._tile(block_size)
+        group, most_rows = self._program(q, chunk)
         return {
             "HEADS": heads,
-            "GROUP": heads // kv_heads,
+            "GROUP": group,
+            "GROUPS_OF_KEYS": heads // kv_heads // group,
             "HEAD_DIM": head_dim,
             "DIM": _padded(head_dim),
             "BLOCK": block_size,
@@ -295,13 +299,33 @@ class TritonAttention:
             "ROWS": rows,
             "SOFTCAP": self._config.softcap or 0.0,
             "PARTITION": PARTITION,
-            "FEW": few_queries(heads // kv_heads),
+            "FEW": few_queries(group, most_rows),
         }
 
+    def _program(self, q: Tensor, chunk: KVChunk) -> tuple[int, int]:
+        """The heads of q that a program takes, and the rows that it has at most: so many that it
+        fits the GPU's shared memory. It takes all heads of a KV head, or where few rows fit a part
+        of them, so that the rows that check guesses are not too many.
+        """
+        _, heads, head_dim = q.shape
+        key = heads, chunk.k.shape[2], head_dim
+        if key not in self._programs:
+            dim, group = _padded(head_dim), heads // chunk.k.shape[2]
+            keys, rows = max(MIN_DOT, self._most_keys), MOST_ROWS * WIDE_DIM // max(WIDE_DIM, dim)
+            # Queries, a tile of keys and one of values, and the weights between them.
+            while rows > MIN_DOT and self._shared_bytes < q.dtype.itemsize * (
+                rows * dim + 2 * keys * dim + rows * keys
+            ):
+                rows //= 2
+            queries = 1 if rows == MOST_ROWS else min(self._checked_rows, FEW_QUERIES, rows)
+            sizes = (size for size in range(group, 0, -1) if group % size == 0)
+            self._programs[key] = next(size for size in sizes if size * queries <= rows), rows
+        return self._programs[key]
 
-def few_queries(group: int) -> int:
+
+def few_queries(group: int, most_rows: int) -> int:
     """The most queries of a sequence whose partitions run in parallel; chosen for speed only."""
-    return max(1, min(FEW_QUERIES, FEW_ROWS // group))
+    return max(1, min(FEW_QUERIES, most_rows // group))
 
 
 def query_tiles(chunk: KVChunk, lengths: Lengths, tile: int, few: int) -> list[tuple[int, int]]:
@@ -324,11 +348,6 @@ def query_tiles(chunk: KVChunk, lengths: Lengths, tile: int, few: int) -> list[t
 def _padded(head_dim: int) -> int:
     """Numbers of a head with which kernels compute."""
     return max(MIN_DOT, int(triton.next_power_of_2(head_dim)))
-
-
-def _prefill_rows(q: Tensor) -> int:
-    """Rows of a tile of queries."""
-    return PREFILL_ROWS * WIDE_DIM // max(WIDE_DIM, _padded(q.shape[2]))
 
 
 def _states(q: Tensor, num_rows: int) -> SoftmaxState:

@@ -47,6 +47,7 @@ def prefill(
     kv_row,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS_OF_KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -63,7 +64,7 @@ def prefill(
     """
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     span, first_query = tl.load(tiles + 2 * number), tl.load(tiles + 2 * number + 1)
-    kv_head = tl.program_id(1)
+    group = tl.program_id(1)
     _seq, start_token, num_queries, kv_len, first_key, end_key = span_of(
         span, seq_index, first_block, num_blocks, query_start, kv_lens, BLOCK
     )
@@ -71,7 +72,7 @@ def prefill(
     r, d = tl.arange(0, ROWS), tl.arange(0, DIM)
     query = first_query + r // GROUP
     is_row = (r < ROWS // GROUP * GROUP) & (query < num_queries)
-    head = kv_head * GROUP + r % GROUP
+    head = group * GROUP + r % GROUP
     token = (start_token + query).to(tl.int64)
     position = tl.where(is_row, kv_len - num_queries + query, -1)
     is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
@@ -90,7 +91,8 @@ def prefill(
     whole_max, whole_sum = after_sinks(sinks, head, begins, whole_max, whole_sum)
     row_max, row_sum, acc = load_state(state, part_at, is_carried, d, HEAD_DIM)
 
-    keys, values, pages = k + kv_head * HEAD_DIM, v + kv_head * HEAD_DIM, table + span * table_row
+    kv_at = group // GROUPS_OF_KEYS * HEAD_DIM
+    keys, values, pages = k + kv_at, v + kv_at, table + span * table_row
     begin = tl.maximum(first_key, first_key_seen(first_position, WINDOW) // TILE * TILE)
     all_see = tl.minimum(end_key, first_position + 1) // TILE * TILE  # where there is no window
     end = tl.minimum(end_key, tl.max(position) + 1)
@@ -146,6 +148,7 @@ def decode(
     kv_row,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS_OF_KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -159,21 +162,22 @@ def decode(
     LONGEST: tl.constexpr,
 ):
     """Fold every n-th partition of the chunk, for few queries of one sequence and one group."""
-    span, kv_head = tl.program_id(0), tl.program_id(1)
+    span, group = tl.program_id(0), tl.program_id(1)
     seq, start_token, num_queries, kv_len, first_key, end_key = span_of(
         span, seq_index, first_block, num_blocks, query_start, kv_lens, BLOCK
     )
     end_key = tl.where(num_queries <= FEW, end_key, 0)
 
     r, d = tl.arange(0, ROWS), tl.arange(0, DIM)
-    query, head = r // GROUP, kv_head * GROUP + r % GROUP
+    query, head = r // GROUP, group * GROUP + r % GROUP
     is_row = query < num_queries
     position = tl.where(is_row, kv_len - num_queries + query, -1)
     hidden = position - WINDOW
     is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
     at = (start_token + query).to(tl.int64) * q_token + head * q_head
     queries = tl.load(q + at[:, None] + d[None, :], mask=is_value, other=0.0)
-    keys, values = k + kv_head * HEAD_DIM, v + kv_head * HEAD_DIM
+    kv_at = group // GROUPS_OF_KEYS * HEAD_DIM
+    keys, values = k + kv_at, v + kv_at
     pages = table + span * table_row
     kept = kept_max, kept_sum, (start_token + query) * HEADS + head, num_tokens * HEADS
 

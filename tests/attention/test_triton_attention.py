@@ -105,6 +105,21 @@ def test_against_float64(
     assert relative_error(got, batch.reference()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("checked_rows", [1, 3])
+def test_heads_of_a_kv_head_in_several_programs(
+    monkeypatch: pytest.MonkeyPatch, checked_rows: int
+) -> None:
+    """Where the rows of all of them do not fit the shared memory."""
+    monkeypatch.setattr(triton_attention, "_shared_memory", lambda _: 12 << 10)
+    batch = make_batch(*LENGTHS["mixed"], dtype=torch.float32, group=24)
+    config = AttentionConfig(batch.q.shape[-1])
+    backend = TritonAttention(config, torch.float32, DEVICE, checked_rows)
+    (chunk,) = whole(batch)
+    assert backend._program(batch.q, chunk) == ((12, 16) if checked_rows == 1 else (4, 16))
+    got = backend.run(0, batch.q.to(DEVICE), context(batch, [chunk])).cpu()
+    assert relative_error(got, batch.reference()) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", named(SHAPES, "nine heads, odd sizes"))
 def test_chunks_and_pools_move_no_bit(shape: dict[str, Any], seed: int) -> None:
@@ -307,8 +322,8 @@ VALUES = dict.fromkeys("q k v out x residual weight pool gate_up".split(), T)
 SLOTS = {"k_slots": "*i64", "v_slots": "*i64"}
 NUMBERS = {"scale": "fp32", "eps": "fp32"}
 TYPES = INDEX | STATE | VALUES | SLOTS | NUMBERS
-SHAPE = dict(HEADS=32, GROUP=4, HEAD_DIM=128, DIM=128, BLOCK=256, TILE=128, TILE_PAD=128)
-SHAPE |= dict(WINDOW=0, SOFTCAP=0.0, PARTITION=512, FEW=17)
+SHAPE = dict(HEADS=32, GROUP=4, GROUPS_OF_KEYS=1, HEAD_DIM=128, DIM=128, BLOCK=256)
+SHAPE |= dict(TILE=128, TILE_PAD=128, WINDOW=0, SOFTCAP=0.0, PARTITION=512, FEW=17)
 NO_MASS = dict(kept_max=None, kept_sum=None)
 CAPPED = SHAPE | NO_MASS | dict(WINDOW=1000, SOFTCAP=50.0)
 MERGE = dict(HEADS=32, HEAD_DIM=128, DIM=128, PARTITION=512, FEW=17, AT_ONCE=8)
@@ -377,10 +392,25 @@ def test_all_compile_for_a_gpu() -> None:
 AS_LAUNCHED = Path(__file__).parents[1] / "helpers" / "compile_attention.py"
 
 
-@pytest.mark.breadth
-@pytest.mark.parametrize("capability", [80, 89, 90, 120])
-@pytest.mark.parametrize("shape", ["bfloat16,2,4,128", "bfloat16,2,4,256", "float32,2,4,128"])
-def test_all_fit_a_gpu_as_they_are_launched(shape: str, capability: int) -> None:
-    """The shared memory of a card of that kind."""
-    for each in compiled_by(AS_LAUNCHED, shape, str(capability)):
+@pytest.mark.parametrize(
+    ("shapes", "capabilities"),
+    [
+        pytest.param("bfloat16,2,4,256", "89", marks=pytest.mark.breadth),
+        pytest.param("bfloat16,1,8,512", "90", marks=pytest.mark.breadth),
+        pytest.param(
+            "bfloat16,2,4,64/bfloat16,2,4,128/float16,2,4,128/bfloat16,2,4,256/bfloat16,1,16,576",
+            "80,89,90,120",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "float32,2,4,128/float32,1,8,512/float32,1,16,576", "90", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_all_fit_a_gpu_as_they_are_launched(shapes: str, capabilities: str) -> None:
+    """The shared memory of a card of that kind, whatever the heads: those of Gemma, of DeepSeek."""
+    found = compiled_by(AS_LAUNCHED, shapes, capabilities)
+    kernels = {each["kernel"] for each in found}
+    assert {"prefill", "decode", "merge", "add_mass", "_rms_norm", "_rope_store"} < kernels
+    for each in found:
         assert each["shared_kib"] <= each["most_kib"], each
