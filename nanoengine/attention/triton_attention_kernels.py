@@ -62,9 +62,8 @@ def prefill(
     """Rows are the heads of a group, query by query; the longest tile of queries runs first. Memory
     holds first the states of all finished partitions, then those of started ones.
     """
-    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    number, group = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     span, first_query = tl.load(tiles + 2 * number), tl.load(tiles + 2 * number + 1)
-    group = tl.program_id(1)
     _seq, start_token, num_queries, kv_len, first_key, end_key = span_of(
         span, seq_index, first_block, num_blocks, query_start, kv_lens, BLOCK
     )

@@ -29,7 +29,6 @@ from nanoengine.models.experts import (
     Map,
     Router,
     RouterWeights,
-    host_waits,
 )
 from nanoengine.models.layer_ops import (
     MLP,
@@ -371,9 +370,10 @@ class GpuOps(KernelOps):
                 return self._products.experts(router, coded, gated, gather)
         if first.gate.dtype is not torch.bfloat16:
             raise ConfigError(ON_A_GPU)
-        if self._graphs is not None and host_waits(first.gate):
+        grouped = GroupedExperts(router, stored, config.count, gated, gather)
+        if self._graphs is not None and grouped.host_waits:
             raise ConfigError(IN_A_GRAPH)
-        return GroupedExperts(router, stored, config.count, gated, gather)
+        return grouped
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

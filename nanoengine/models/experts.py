@@ -153,6 +153,17 @@ class GroupedExperts:
         self._biases = (torch.stack(of_gate_up), torch.stack(of_down)) if biases else None
         self._all = torch.arange(count, device=self._down.device)
 
+    @property
+    def host_waits(self) -> bool:
+        """Whether the host waits all the same. On NVIDIA PyTorch has a kernel for compute
+        capability 9 and 10, and multiplies one by one on others (GroupedBlas.cpp); AMD's is off by
+        default.
+        """
+        if self._all.device.type != "cuda":
+            return False
+        major, _ = torch.cuda.get_device_capability(self._all.device)
+        return torch.version.hip is not None or major not in (9, 10)
+
     def __call__(self, x: Tensor) -> Tensor:
         """As Experts."""
         ids, weights, x = self._router(x)
@@ -169,17 +180,6 @@ class GroupedExperts:
         if self._biases is not None:
             results += self._biases[1][chosen]
         return add_up(_back(results, places).view(tokens, top_k, -1), weights)
-
-
-def host_waits(weight: Tensor) -> bool:
-    """Whether functional.grouped_mm makes the host wait where this bfloat16 weight lies. On NVIDIA
-    it has a kernel for compute capability 9 and 10, and multiplies one by one on others
-    (GroupedBlas.cpp); AMD's is off by default.
-    """
-    if weight.device.type != "cuda":
-        return False
-    major, _ = torch.cuda.get_device_capability(weight.device)
-    return torch.version.hip is not None or major not in (9, 10)
 
 
 class SharedExpert:
