@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from typing import Any
 from zlib import crc32
 
@@ -262,6 +263,7 @@ class ShadowEngine:
         self._ids = itertools.count()
         self._hashes: dict[int, list[int]] = {}  # of each unfinished sequence
         self._content: dict[Block, list[int]] = {}  # what each reachable block must hold
+        self._salts = {b"": ""}  # what stands for a salt in a block's key -> the salt
         self._misread: set[int] = set()  # who read anything else in this step, by place in it
 
     def make_memory(self, spec: KVSpec, device: Device, debug: bool) -> KVMemory:
@@ -279,6 +281,8 @@ class ShadowEngine:
         request = Request(params, 0, frozenset(), total, cache_salt=salt)
         metrics = RequestMetrics(0.0)
         seq = EngineSequence(seq_id, list(prompt), len(prompt), request, metrics)
+        if salt:
+            self._salts[sha256(salt.encode()).digest()] = salt
         self.equip(seq)
         self.scheduler.add(seq)
         return seq_id
@@ -588,7 +592,7 @@ class ShadowEngine:
             if block.parent is None or block.parent.key is not None:
                 before = self._content[block.parent] if block.parent else []
                 tokens = np.frombuffer(block.key.tokens, np.int32, self.block_size).tolist()
-                salt = block.key.tokens[4 * self.block_size :].decode()
+                salt = self._salts[block.key.tokens[4 * self.block_size :]]
                 content = extended(before, tokens, salt)
                 assert self._content[block] == content, "a hash of other tokens"
         for table in tables.values():
