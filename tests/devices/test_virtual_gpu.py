@@ -329,7 +329,7 @@ def test_kv_that_comes_back_in_12_bits(gpu: VirtualGpu, tiny: Callable[[str], Pa
     for codec in (None, "bf12"):
         made = engine(tiny("llama"), **STREAMED | {"dtype": "bfloat16", "kv_offload_dtype": codec})
         gpu.strict, gpu.costs = True, Costs(link_bytes_per_s=1.0)
-        driver, h2d = Driver(made), gpu.streams[-2]
+        driver, h2d = Driver(made), made.device.h2d._stream
         outputs = driver.run([prompt(60), prompt(41)], GREEDY)
         rows.append([torch.stack(driver.logits[o.request_id]) for o in outputs])
         gpu.strict = False
