@@ -29,6 +29,21 @@ from nanoengine.sequence import ScheduledBatch
 from nanoengine.sequence import Sequence as EngineSequence
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+# An engine that streams most of its KV in blocks of 8 tokens, with all checks on.
+STREAMING: dict[str, Any] = {
+    "device": "cpu",
+    "num_threads": 1,
+    "kvcache_block_size": 8,
+    "num_gpu_blocks": 4,
+    "enable_cpu_offload": True,
+    "offload_mode": "stream",
+    "ring_slots": 2,
+    "slot_tokens": 16,
+    "stream_mib_per_step": 1e6,  # nobody sits a step out: batches are equal with and without
+    "debug_kv": True,
+    "debug_copy_delay_ms": 0.1,
+    "speculative": "off",  # with exact bf16 on the host it would draft
+}
 
 
 def device_lost(*_: Any) -> None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from compiled import compiled_by
-from driver import Driver, assert_all_free, fail_copies, host_gib
+from driver import STREAMING, Driver, assert_all_free, fail_copies, host_gib
 from marks import needs_no_gpu
 from torch import Tensor
 
@@ -210,23 +210,9 @@ def test_a_round_trip_through_the_host() -> None:
 
 def make_driver(path: Path, codec: str | None = "bf12", host: int = 100, **more: Any) -> Driver:
     """An engine with so many host blocks (of llama) of 8 tokens, and 4 on the device."""
-    settings: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "device": "cpu",
-        "num_threads": 1,
-        "kvcache_block_size": BLOCK,
-        "num_gpu_blocks": 4,
-        "enable_cpu_offload": True,
-        "offload_mode": "stream",
-        "kv_offload_dtype": codec,
-        "ring_slots": 2,
-        "slot_tokens": 2 * BLOCK,
-        "stream_mib_per_step": 1e6,  # nobody sits a step out: batches are equal with and without
-        "debug_kv": True,
-        "debug_copy_delay_ms": 0.1,
-        "speculative": "off",
-        "max_num_seqs": 8,
-    } | more
+    settings = (
+        STREAMING | {"dtype": "bfloat16", "kv_offload_dtype": codec, "max_num_seqs": 8} | more
+    )
     row = 2 * 32 + HEADER if codec else 2 * 32  # of llama: two heads of 16
     settings["kv_offload_gib"] = host_gib(path, host, BLOCK) / 2 * row / (2 * 32)
     return Driver(LLMEngine(path, **settings))

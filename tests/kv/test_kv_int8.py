@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from checkpoints import reference, reference_logits
-from driver import Driver, assert_all_free, fail_copies, host_gib, token_ids
+from driver import STREAMING, Driver, assert_all_free, fail_copies, host_gib, token_ids
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
@@ -48,22 +48,7 @@ def some_ids(seed: int, length: int) -> list[int]:
 
 def make_driver(path: Path, host: int = 100, codec: str | None = "int8", **more: Any) -> Driver:
     """An engine with so many host blocks of 8 tokens, 4 device blocks and a ring of two."""
-    settings: dict[str, Any] = {
-        "dtype": "float32",
-        "device": "cpu",
-        "num_threads": 1,
-        "kvcache_block_size": BLOCK,
-        "num_gpu_blocks": 4,
-        "enable_cpu_offload": True,
-        "offload_mode": "stream",
-        "kv_offload_dtype": codec,
-        "ring_slots": 2,
-        "slot_tokens": 2 * BLOCK,
-        "stream_mib_per_step": 1e6,  # nobody sits a step out: batches are equal with and without
-        "debug_kv": True,
-        "debug_copy_delay_ms": 0.1,
-        "speculative": "off",  # with exact bf16 on the host it would draft
-    } | more
+    settings = STREAMING | {"dtype": "float32", "kv_offload_dtype": codec} | more
     head_dim = 32 if "qwen3" in path.name else 16
     row = head_dim + 4 if codec else head_dim * (2 if settings["dtype"] == "bfloat16" else 4)
     settings["kv_offload_gib"] = host_gib(path, host, BLOCK) * row / (4 * head_dim)
