@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from descriptors import open_descriptors
 from live_server import SETTINGS, LiveServer, live_server, read_stream, request_bytes, until
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -164,7 +165,7 @@ def test_what_requests_took_is_measured(server: LiveServer) -> None:
 
 
 def test_a_process_that_is_killed(tiny: Callable[[str], Path]) -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with live_server(tiny("llama"), engine_process=True) as server:
         assert isinstance(server.llm, EngineProcess)
         with server.connect(COMPLETIONS, **LONG, stream=True) as link:
@@ -187,7 +188,7 @@ def test_a_process_that_is_killed(tiny: Callable[[str], Path]) -> None:
         assert server.get("/metrics")[0] == 503
         pid = server.llm.pid
     assert not Path(f"/proc/{pid}").exists()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not open_descriptors() - before
 
 
 def test_what_the_process_reports_is_for_the_log(
@@ -208,11 +209,11 @@ def test_an_error_of_the_start_is_that_without(tiny: Callable[[str], Path]) -> N
     settings = SETTINGS | {"model": str(tiny("llama")), "max_model_len": 1 << 20}
     with pytest.raises(ConfigError, match="max_model_len") as expected:
         AsyncLLM(**settings)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with pytest.raises(ConfigError) as found:
         EngineProcess(settings)
     assert (found.type, str(found.value)) == (expected.type, str(expected.value))
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not open_descriptors() - before
 
 
 def test_the_servers_side_imports_no_torch() -> None:

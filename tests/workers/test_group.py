@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from descriptors import open_descriptors
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from marks import needs_compiler
@@ -267,11 +269,7 @@ def test_ranks_that_gather_different_shapes_are_told() -> None:
 
 
 def test_closing_leaves_no_descriptor_and_no_mapping(ranks: Make) -> None:
-    def held() -> tuple[int, int]:
-        maps = Path("/proc/self/maps").read_text()
-        return len(os.listdir("/proc/self/fd")), maps.count("nanoengine-ranks")
-
-    def run() -> tuple[int, int]:
+    def run() -> tuple[Counter[str], int]:
         with ranks(2) as groups:
             at_once(groups, lambda group: group.gather(torch.ones(1, 1), (1, 1)))
             for group in groups:
@@ -279,11 +277,14 @@ def test_closing_leaves_no_descriptor_and_no_mapping(ranks: Make) -> None:
             with pytest.raises(EngineError, match="closed"):
                 groups[0].gather(torch.ones(1, 1), (1, 1))
             groups[0].abort()
-            return held()
+            maps = Path("/proc/self/maps").read_text()
+            return open_descriptors(), maps.count("nanoengine-ranks")
 
     run()  # what is loaded once
-    before = held()
-    assert [run() for _ in range(3)] == [before] * 3 and before[1] == 0
+    before = open_descriptors()
+    for _ in range(3):
+        descriptors, mappings = run()
+        assert not descriptors - before and not mappings
 
 
 @needs_compiler
