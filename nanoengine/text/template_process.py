@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -146,6 +147,8 @@ class _Worker:
             raise
         except (EOFError, OSError) as error:
             self._end()
+            if self._process.returncode == -signal.SIGALRM:  # its own limit came first
+                raise TimeoutError from error
             raise EOFError(f"status {self._process.returncode}") from error
         except BaseException:  # an interrupt: the next request would get this answer
             self._end()

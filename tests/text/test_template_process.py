@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from nanoengine.text.template_process import TemplateProcess
 from nanoengine.text.tokenizer import Tokenizer
 
 SECONDS = 0.3
+PATIENCE_S = 60.0
 ENDLESS = "{% for a in x %}" * 9 + "{% endfor %}" * 9
 LISTS = {"x": [0] * 1000}
 DOUBLED = (
@@ -45,7 +47,7 @@ BOMBS = {
 @pytest.fixture(scope="module")
 def process() -> TemplateProcess:
     """One for all tests that do not look at what is left of it."""
-    return TemplateProcess(SECONDS)
+    return TemplateProcess(PATIENCE_S)
 
 
 def answers(process: TemplateProcess) -> int:
@@ -63,8 +65,8 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def await_true(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
+def await_true(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -75,13 +77,13 @@ def await_true(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 @pytest.mark.parametrize(("template", "match"), BOMBS.values(), ids=list(BOMBS))
 def test_a_bomb_is_an_error_and_the_next_text_is_rendered(
-    process: TemplateProcess, template: str, match: str
+    process: TemplateProcess, monkeypatch: pytest.MonkeyPatch, template: str, match: str
 ) -> None:
     answers(process)
-    start = time.monotonic()
-    with pytest.raises(InvalidPromptError, match=match):
-        process.render(template, LISTS)
-    assert time.monotonic() - start < SECONDS + 5
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_seconds", SECONDS if "finish" in match else PATIENCE_S)
+        with pytest.raises(InvalidPromptError, match=match):
+            process.render(template, LISTS)
     answers(process)
 
 
@@ -161,18 +163,38 @@ def test_a_killed_worker_is_replaced() -> None:
     assert answers(process) != first and is_gone(first)
 
 
-def test_a_worker_that_ends_while_it_renders_is_an_error() -> None:
-    process = TemplateProcess()
+def when_asked(patch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    """Has it called when a request was sent."""
+    send = template_worker.send
+
+    def sends(link: socket.socket, kind: bytes, payload: bytes, deadline: float) -> None:
+        send(link, kind, payload, deadline)
+        call()
+
+    patch.setattr(template_worker, "send", sends)
+
+
+@pytest.mark.parametrize(
+    ("means", "match"),
+    [
+        (signal.SIGKILL, r"ended its process \(status -9\)"),
+        # Its own alarm, where its owner looks up later than that.
+        (signal.SIGALRM, "did not finish within 60 s"),
+    ],
+)
+def test_a_worker_that_ends_while_it_renders_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, means: signal.Signals, match: str
+) -> None:
+    process = TemplateProcess(PATIENCE_S)
     first = answers(process)
-    killer = threading.Timer(0.1, os.kill, (first, signal.SIGKILL))
-    killer.start()
-    with pytest.raises(InvalidPromptError, match=r"ended its process \(status -9\)"):
-        process.render(ENDLESS, LISTS)
-    killer.join()
+    with monkeypatch.context() as patch:
+        when_asked(patch, lambda: os.kill(first, means))
+        with pytest.raises(InvalidPromptError, match=match):
+            process.render(ENDLESS, LISTS)
     answers(process)
 
 
-def test_an_interrupt_leaves_no_answer_for_the_next() -> None:
+def test_an_interrupt_leaves_no_answer_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any) -> NoReturn:
         raise KeyboardInterrupt
 
@@ -180,8 +202,8 @@ def test_an_interrupt_leaves_no_answer_for_the_next() -> None:
     first = answers(process)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            when_asked(patch, lambda: signal.setitimer(signal.ITIMER_REAL, 0.1))
             process.render(ENDLESS, LISTS)
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -201,7 +223,7 @@ def test_no_worker_outlives_its_tokenizer() -> None:
 
 
 def test_a_copy_has_a_worker_of_its_own() -> None:
-    process = TemplateProcess(5.0)
+    process = TemplateProcess(PATIENCE_S)
     first, other = answers(process), copy.deepcopy(process)
     assert answers(other) != first and answers(process) == first
 
@@ -251,7 +273,7 @@ def orphan() -> Iterator[Callable[[bool], int]]:
     sleepers = []
 
     def owner(pipe: int, is_busy: bool) -> NoReturn:
-        process = TemplateProcess(SECONDS)
+        process = TemplateProcess(PATIENCE_S)
         worker = answers(process)
         sleeper = os.fork()
         if sleeper == 0:
@@ -269,7 +291,10 @@ def orphan() -> Iterator[Callable[[bool], int]]:
         ours, theirs = os.pipe()
         child = os.fork()
         if child == 0:
-            owner(theirs, is_busy)
+            try:
+                owner(theirs, is_busy)
+            finally:
+                os._exit(1)
         os.close(theirs)
         os.waitpid(child, 0)
         worker, sleeper = map(int, os.read(ours, 100).split())
