@@ -103,9 +103,11 @@ def raises_at_once(channel: Channel, hello: dict[str, Any]) -> None:
 
 
 def with_a_child(channel: Channel, hello: dict[str, Any]) -> None:
-    """Like `echo`; a process that it started holds its connection for some seconds."""
+    """Like `echo`; a process that it started holds its connection for longer
+    than a test waits.
+    """
     if os.fork() == 0:
-        time.sleep(9)
+        time.sleep(40)
         os._exit(0)
     echo(channel, hello)
 

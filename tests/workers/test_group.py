@@ -31,6 +31,7 @@ from nanoengine.workers.shared_memory_group import SharedMemoryGroup, make_regio
 
 Make = Callable[..., Any]
 PATIENCE_S = 20.0
+SOON_S = 10.0  # of what takes milliseconds: less than PATIENCE_S, and no pause of a machine
 
 
 @contextmanager
@@ -154,11 +155,11 @@ def test_a_gather_goes_through_the_memory_in_pieces(
 def test_who_waits_when_the_group_is_aborted_or_comes_later_gets_an_error(ranks: Make) -> None:
     with ranks(2) as (first, second):
         timer = threading.Timer(0.2, first.abort)
-        timer.start()
         begin = time.perf_counter()
+        timer.start()
         with pytest.raises(EngineError, match="has ended: it was aborted"):
             first.gather(torch.ones(1, 1), (1, 1))
-        assert 0.15 < time.perf_counter() - begin < 1
+        assert 0.15 < time.perf_counter() - begin < SOON_S
         for call in (
             lambda group: group.gather(torch.ones(1, 1), (1, 1)),
             lambda group: group.gather_to_first(torch.ones(1, 1), (1, 1)),
@@ -175,7 +176,7 @@ def test_an_abort_wakes_all_ranks() -> None:
         timer.start()
         begin = time.perf_counter()
         ends = at_once(groups[:3], lambda group: group.gather(torch.ones(2, 1), (1,) * 4))
-        assert time.perf_counter() - begin < 1
+        assert time.perf_counter() - begin < SOON_S
         assert all("it was aborted" in end for end in ends)
         timer.join()
 
@@ -192,15 +193,20 @@ def test_a_rank_may_come_late(ranks: Make) -> None:
 
 
 def test_who_does_not_come_in_time_ends_the_group(ranks: Make) -> None:
+    ended = threading.Event()
+
     def run(group: Group) -> Tensor | None:
         if group.rank == 1:
-            time.sleep(0.5)
-        return group.gather(torch.ones(1, 1), (1, 1))
+            ended.wait(SOON_S)
+        try:
+            return group.gather(torch.ones(1, 1), (1, 1))
+        finally:
+            ended.set()
 
     with ranks(2, timeout_s=0.2) as groups:
         begin = time.perf_counter()
         first, second = at_once(groups, run)
-        assert time.perf_counter() - begin < 2
+        assert time.perf_counter() - begin < SOON_S
         assert "in time" in first or "rank 1 did not come within 0.2 s" in first
         assert "has ended" in second
 
@@ -218,7 +224,7 @@ def test_ten_thousand_small_gathers_lose_no_wake_up(
             begin = time.perf_counter()
             part = torch.full((1, 1), group.rank + i)
             assert group.gather(part, (1, 1)).tolist() == [[i, i + 1]]
-            assert time.perf_counter() - begin < PATIENCE_S / 2, "a rank slept until it was late"
+            assert time.perf_counter() - begin < SOON_S, "a rank slept until it was late"
 
     with sharing_ranks(2, build_folder) as groups:
         assert at_once(groups, run) == [None] * 2
@@ -308,7 +314,7 @@ def test_closing_ends_a_call_in_another_thread(ranks: Make) -> None:
         begin = time.perf_counter()
         groups[0].close()
         assert "has ended" in waits.result()[0]
-        assert time.perf_counter() - begin < 1
+        assert time.perf_counter() - begin < SOON_S
 
 
 @needs_compiler

@@ -36,6 +36,7 @@ from nanoengine.workers.processes import WorkerProcesses
 # Of the watching threads, which should never end so.
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 START_S = 60.0  # on a busy machine
+SOON_S = 20.0  # of what takes milliseconds: less than START_S, and no pause of a machine
 ECHO = "worker_entries:echo"
 Start = Callable[..., WorkerProcesses]
 
@@ -77,7 +78,7 @@ def until(holds: Callable[[], bool], within_s: float) -> bool:
     return holds()
 
 
-def all_gone(group: WorkerProcesses, within_s: float = 1.0) -> bool:
+def all_gone(group: WorkerProcesses, within_s: float = SOON_S) -> bool:
     return until(lambda: all(is_gone(pid) for pid in group.pids), within_s)
 
 
@@ -134,7 +135,7 @@ def test_a_worker_that_is_killed_while_it_answers(start: Start, means: signal.Si
     begin = time.monotonic()
     with pytest.raises(EngineError) as raised:
         group.receive(START_S)
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < SOON_S
     text = str(raised.value)
     assert f"worker 1 of 2 was killed by {means.name}" in text
     assert ("(out of memory?)" in text) == (means is signal.SIGKILL)
@@ -158,7 +159,7 @@ def test_a_worker_that_is_killed_while_idle(start: Start) -> None:
 
     group = ready(start(on_death=on_death))
     os.kill(group.pids[1], signal.SIGKILL)
-    assert died.wait(1.0)
+    assert died.wait(SOON_S)
     assert all_gone(group)
     assert alive == [True]
     with pytest.raises(EngineError, match=r"worker 2 of 2 was killed by SIGKILL .*; no output"):
@@ -204,7 +205,7 @@ def test_a_worker_that_is_killed_while_it_starts(start: Start, delay_s: float) -
 def nobody_watches() -> bool:
     """Whether the watching threads end."""
     watching = "nanoengine-worker-watch"
-    return until(lambda: all(t.name != watching for t in threading.enumerate()), 1.0)
+    return until(lambda: all(t.name != watching for t in threading.enumerate()), SOON_S)
 
 
 def test_an_exception_in_a_worker(start: Start) -> None:
@@ -245,17 +246,17 @@ def test_a_worker_that_is_stopped_is_an_error_after_its_time(start: Start) -> No
     begin = time.monotonic()
     with pytest.raises(EngineError, match=r"worker 2 of 2 was silent for 0\.3 s"):
         group.receive(0.3)
-    assert 0.3 <= time.monotonic() - begin < 1.3
+    assert 0.3 <= time.monotonic() - begin < SOON_S
     assert all_gone(group)
 
 
 def test_a_worker_that_shows_progress_is_waited_for(start: Start) -> None:
     group = ready(start())
-    group.send(entries.TALK, b"12")
-    assert group.receive(0.6) == [b"done", b"2:12"]
-    group.send(entries.SLEEP, b"2")
+    group.send(entries.TALK, b"20")
+    assert group.receive(1.2) == [b"done", b"2:20"]
+    group.send(entries.SLEEP, b"60")
     with pytest.raises(EngineError, match="worker 1 of 2 was silent"):
-        group.receive(0.6)
+        group.receive(0.3)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +326,7 @@ def test_a_worker_that_hears_nothing(start: Start, monkeypatch: pytest.MonkeyPat
     begin = time.monotonic()
     with pytest.raises(EngineError, match=r"worker 1 of 2 has not taken a message for 0\.3 s"):
         group.send(entries.ECHO, b"x" * 10_000_000)
-    assert time.monotonic() - begin < 3.0
+    assert time.monotonic() - begin < SOON_S
     assert all_gone(group)
 
 
@@ -335,7 +336,7 @@ def test_closing_kills_who_does_not_stop(start: Start, monkeypatch: pytest.Monke
     monkeypatch.setattr(processes, "STOP_S", 0.3)
     begin = time.monotonic()
     group.close()
-    assert 0.6 <= time.monotonic() - begin < 3.0
+    assert 0.6 <= time.monotonic() - begin < SOON_S
     assert all_gone(group, 0)
 
 
@@ -369,7 +370,7 @@ def test_a_group_may_be_freed_by_its_own_thread() -> None:
     pids = group.pids
     group._team._on_death = group.close
     os.kill(pids[0], signal.SIGKILL)
-    assert until(lambda: all(is_gone(pid) for pid in pids), 2.0)
+    assert until(lambda: all(is_gone(pid) for pid in pids), SOON_S)
     assert nobody_watches()
     assert not open_descriptors() - before
 
@@ -475,8 +476,8 @@ def test_an_interrupt_loses_no_reply(start: Start) -> None:
     try:
         group = ready(start())
         group.send(entries.SLEEP, b"0.4")
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
             group.receive(START_S)
         assert group.receive(START_S) == [b"slept", b"2:0.4"]
         ready(group)
@@ -492,7 +493,7 @@ def test_without_pidfds_a_death_is_seen_at_the_socket(
     group = ready(start())
     os.kill(group.pids[0], signal.SIGKILL)
     with pytest.raises(EngineError, match="SIGKILL"):
-        group.check(within_s=1.0)
+        group.check(within_s=SOON_S)
     assert all_gone(group)
 
 
@@ -501,7 +502,7 @@ def test_a_death_is_seen_while_a_child_of_the_worker_holds_its_socket(start: Sta
     try:
         os.kill(group.pids[0], signal.SIGKILL)
         with pytest.raises(EngineError, match="SIGKILL"):
-            group.check(within_s=1.0)
+            group.check(within_s=SOON_S)
     finally:
         group.close()
 
@@ -514,7 +515,7 @@ def test_closing_does_not_wait_for_a_child_of_the_worker(
     group = ready(start("worker_entries:with_a_child", count=1))
     begin = time.monotonic()
     group.close()
-    assert time.monotonic() - begin < 5.0
+    assert time.monotonic() - begin < SOON_S
     assert nobody_watches()
 
 
@@ -528,7 +529,7 @@ def test_closing_wakes_who_waits_for_a_reply(start: Start, monkeypatch: pytest.M
         begin = time.monotonic()
         with pytest.raises(EngineClosedError, match="were closed"):
             group.receive(START_S)
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < SOON_S
     finally:
         timer.join()
 
