@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +25,12 @@ class Machine:
     """A machine of CORES processors, as Linux's files and clocks show it."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
-        self.root, self._now, self._own = root, 100.0, 7.0
+        self.root, self._now, self._own, self.nice = root, 100.0, 7.0, 0
         self._ticks = [[1000, 0, 0, 5000, 0, 0, 0, 0, 0, 0] for _ in range(CORES)]
         self._threads = {str(i): (0.0, 0.0) for i in range(CORES)}
         patch.setattr(time, "perf_counter", lambda: self._now)
         patch.setattr(time, "process_time", lambda: self._own)
+        patch.setattr(os, "getpriority", lambda which, who: self.nice)
         patch.setattr(free_cores, "_TICK_S", 0.01)
         patch.setattr(free_cores, "usable_cores", lambda: frozenset(range(CORES)))
         self.write()
@@ -85,10 +87,15 @@ def test_threads_give_way_and_come_back(machine: Machine) -> None:
     assert followed(machine, cores, 0) == [2, 3, 4, 4, 4, 4]
 
 
-def test_a_program_that_gives_way_takes_no_thread(machine: Machine) -> None:
+@pytest.mark.parametrize(("own", "expected"), [(0, [3, 4, 4, 4, 4, 4]), (5, [2] * 6)])
+def test_a_program_that_gives_way_takes_no_thread(
+    machine: Machine, own: int, expected: list[int]
+) -> None:
+    """Unless this process gives way, too."""
     cores = FreeCores(CORES, machine.root)
     followed(machine, cores, 2)
-    assert followed(machine, cores, 0, niced=2) == [3, 4, 4, 4, 4, 4]
+    machine.nice = own
+    assert followed(machine, cores, 0, niced=2) == expected
 
 
 def test_a_little_of_a_core_takes_no_thread(machine: Machine) -> None:
