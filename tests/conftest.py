@@ -24,6 +24,7 @@ if not torch.cuda.is_available():  # read when Triton is first imported, by whom
 from marks import use_our_products
 from quick_interpreter import speed_up
 
+from nanoengine.devices import cache_folders as folders
 from nanoengine.devices.cache_folders import cache_folders, is_private
 from nanoengine.kernels import c_build, packed_weight
 from nanoengine.kernels.cpu_kernels import CpuKernels
@@ -111,10 +112,15 @@ def threads_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_cache(tmp_path: Path, build_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty XDG_CACHE_HOME, for tests of what is put there; compiled kernels stay elsewhere."""
+    """An empty XDG_CACHE_HOME, for tests of what is put there, and no cache in temporary folders,
+    where other programs of this user may have one; compiled kernels stay elsewhere.
+    """
     folder = tmp_path / "cache"
     folder.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(folders, "TEMPORARY_FOLDERS", ())
+    for name in folders.TEMPORARY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(c_build, "cache_folders", lambda: iter([build_folder.parent]))
     return folder
 
