@@ -131,9 +131,9 @@ def test_an_idle_connection_outlives_those_of_clients_and_proxies(
         assert server.server.config.timeout_keep_alive == 75
     with live_server(tiny("llama"), idle_seconds=1) as server, server.open() as link:
         for _ in range(2):
+            start = time.monotonic()
             link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert link.recv(4096).startswith(b"HTTP/1.1 200 ")
-        start = time.monotonic()
         assert rest_of(link) == b"" and time.monotonic() - start > 0.9
 
 
@@ -143,22 +143,22 @@ def test_a_connection_must_bring_a_whole_head_in_time(tiny: Callable[[str], Path
     asked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
     with live_server(tiny("llama"), idle_seconds=1, api_key="k") as server:
         for start in (*starts, asked):
+            begun = time.monotonic()
             with server.open() as link:
                 link.sendall(start)
                 if start == asked:
                     assert link.recv(4096).startswith(b"HTTP/1.1 401 ")
                 until(lambda: server.server.server_state.connections)
-                begun = time.monotonic()
                 with suppress(ConnectionError):
-                    while time.monotonic() - begun < 10 and server.server.server_state.connections:
+                    while time.monotonic() - begun < 20 and server.server.server_state.connections:
                         link.sendall(b"a" if start else b"")
                         time.sleep(0.1)
-                assert 0.5 < time.monotonic() - begun < 5
+                assert 0.5 < time.monotonic() - begun < 20
 
 
 def test_a_client_that_takes_nothing_of_an_answer_is_left(tiny: Callable[[str], Path]) -> None:
     num = 40
-    with live_server(tiny("llama"), stall_seconds=0.5) as server:
+    with live_server(tiny("llama"), stall_seconds=1) as server:
         (listener,) = server.server.servers[0].sockets
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # what it accepts, too
         size = len(server.ask("GET", "/")[2])
@@ -174,7 +174,9 @@ def test_a_client_that_takes_nothing_of_an_answer_is_left(tiny: Callable[[str], 
                     continue
                 found, begun = 0, time.monotonic()
                 while found < num * size:  # slow, and longer than a stall
-                    found += len(link.recv(1 << 15))
+                    part = link.recv(1 << 15)
+                    assert part, "the server left a client that reads"
+                    found += len(part)
                     time.sleep(pause)
                 assert time.monotonic() - begun > 1
 
@@ -246,10 +248,10 @@ def test_a_stream_that_waits_gets_comments_and_a_slow_queue_ends_it(
     settings = {"max_num_seqs": 1}
     options = {"keep_alive_seconds": 0.1, "queue_seconds": 0.5}
     with live_server(tiny("llama"), settings, **options) as server:
+        slow_down(server, 0.05)
         with server.connect(COMPLETIONS, **LONG, stream=True) as first:
             assert first.recv(100)
             with server.connect(COMPLETIONS, **LONG, stream=True) as second:
-                slow_down(server, 0.05)
                 found = read_stream(second)
         body = found.partition(b"\r\n\r\n")[2]
         assert body.count(b": waiting\n\n") >= 2
@@ -282,9 +284,9 @@ def test_an_error_before_a_streams_first_event_is_its_status(
         del asked["messages"], asked["max_tokens"]
         asked |= {"prompt" if path == COMPLETIONS else "input": "a"}
     with live_server(tiny("llama"), {"max_num_seqs": 1}, queue_seconds=0.2) as server:
+        slow_down(server, 0.05)
         with server.connect(COMPLETIONS, **LONG, stream=True) as first:
             assert first.recv(100)
-            slow_down(server, 0.05)
             status, headers, data = server.ask("POST", path, asked)
         slow_down(server, 0)
         server.wait_until_idle()
@@ -310,7 +312,7 @@ def slow_down(server: LiveServer, seconds: float) -> None:
 
 
 def test_shutdown_lets_requests_end_and_then_ends_them(tiny: Callable[[str], Path]) -> None:
-    with live_server(tiny("llama"), drain_seconds=0.5) as server:
+    with live_server(tiny("llama"), drain_seconds=1.5) as server:
         slow_down(server, 0.02)
         short = server.connect(COMPLETIONS, **SHORT, stream=True)
         long = server.connect(COMPLETIONS, **LONG, stream=True)
