@@ -100,7 +100,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(terminal: Terminal) -> None:
     terminal.type(b"Hello\n")
     terminal.read_until("Hello\r\n.")  # the answer has begun
     terminal.type(CTRL_C)
-    terminal.read_until(r" \[ended\]\r\n> ", 10)
+    terminal.read_until(r" \[ended\]\r\n> ")
     terminal.type(b"/stats\n")
     stats = terminal.read_until(r"all: .*> ")
     assert "KV in RAM" in stats and "prompt tokens were found" in stats
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(terminal: Terminal) -> None:
     terminal.type(b'b"""\n')
     terminal.read_until('b"""\r\n.')
     terminal.type(CTRL_C)
-    terminal.read_until(r" \[ended\]\r\n> ", 10)
+    terminal.read_until(r" \[ended\]\r\n> ")
     terminal.type(CTRL_D)
     assert terminal.child.wait(timeout=60) == 0
 

@@ -12,7 +12,7 @@ import torch
 from driver import host_gib
 
 from nanoengine import SamplingParams
-from nanoengine.devices.copy_streams import DoneEvent, InlineStream, WorkerStream
+from nanoengine.devices.copy_streams import Delays, DoneEvent, InlineStream, WorkerStream
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.device import Device
 from nanoengine.devices.stream_check import CheckedDevice, Key, RaceError, TraceEntry
@@ -374,14 +374,12 @@ class _Gate:
 def test_a_delayed_copy_is_still_a_copy_in_order() -> None:
     delayed = WorkerStream("delayed", max_delay_s=0.02)
     target = torch.zeros(1)
-    started = time.perf_counter()
+    delays, started = Delays("delayed", 0.02), time.perf_counter()
     for value in range(8):
         delayed.copy(target, torch.tensor([float(value)]))
-    queued_s = time.perf_counter() - started
-    event = delayed.record()
-    assert not event.is_done()
-    event.block()
-    assert target.item() == 7 and time.perf_counter() - started > 2 * queued_s
+    delayed.record().block()
+    took = time.perf_counter() - started
+    assert target.item() == 7 and took > 0.9 * sum(delays.next() for _ in range(8)) > 0.01
     delayed.close()
 
 

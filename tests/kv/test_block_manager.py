@@ -292,7 +292,7 @@ def test_slots_come_in_the_order_of_a_dict_of_all(num_slots: int, steps: list[tu
 
 
 def test_a_pool_of_a_billion_slots_costs_nothing() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     manager = BlockManager(10**9, 10**9, 2)
     pool = manager.device
     assert (pool.allocate(), pool.allocate(10**9 - 1), pool.allocate()) == (0, 10**9 - 1, 1)
@@ -303,7 +303,7 @@ def test_a_pool_of_a_billion_slots_costs_nothing() -> None:
     assert pool.allocate() == 10**9 - 1 and pool.allocate() == 3
     with pytest.raises(AssertionError, match="leaked"):
         manager.check({})
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 2
 
 
 def test_slots_freed_while_the_others_are_hidden_are_taken_first() -> None:

@@ -617,6 +617,6 @@ def test_in_place_has_no_ring_and_no_threads(tiny: Tiny) -> None:
     before = set(threading.enumerate())
     driver = make_driver(tiny("llama"), num_gpu_blocks=2, **IN_PLACE)
     driver.run([some_ids(1, 60)], greedy(4))
-    assert set(threading.enumerate()) == before
+    assert not set(threading.enumerate()) - before
     assert driver.engine.plan.kv.ring_bytes == 0 and driver.audit.peak_streamed == 1
     driver.engine.close()

@@ -565,10 +565,10 @@ def test_an_absurd_array_is_refused_at_once(llama: GGUFModel, tmp_path: Path, le
     key = b"tokenizer.ggml.token_type"
     place = data.index(key + struct.pack("<I", 9)) + len(key) + 8
     path.write_bytes(data[:place] + struct.pack("<Q", length) + data[place + 8 :])
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(CorruptModelError, match=r"array elements|truncated"):
         check_structure(path)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_a_shape_is_read_without_the_vocabulary(
