@@ -170,7 +170,7 @@ def ends(function: Callable[[], object]) -> bool:
     """Whether it returns in a thread, which is left alone if not."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     return not thread.is_alive()
 
 

@@ -53,7 +53,7 @@ def looked_up(tokens: list[int], most: int) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@settings(derandomize=True, max_examples=300, deadline=None)
 def test_guesses_are_what_followed_last_time(tokens: list[int], most: int, step: int) -> None:
     """On growing sequences of few symbols, against trying every place."""
     lookup = PromptLookup()

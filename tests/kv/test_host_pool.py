@@ -97,7 +97,7 @@ def test_start_up_does_not_wait_and_readers_wait_for_their_segment(small_segment
     read.join(0.05)
     assert read.is_alive() and device.num_taken == 0
     device.gate.set()
-    read.join(5)
+    read.join(60)
     assert not read.is_alive() and pool.block(0, 3).sum() == 8
     pool.close()
 

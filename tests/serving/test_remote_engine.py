@@ -253,7 +253,7 @@ def shown(value: Any) -> str:
     return repr(value) + repr(getattr(value, "metrics", None))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(derandomize=True, max_examples=60, deadline=None)
 @given(
     st.builds(
         StreamDelta,
@@ -273,7 +273,7 @@ def test_deltas_go_through(delta: StreamDelta) -> None:
     assert str(found) == delta.text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(derandomize=True, max_examples=60, deadline=None)
 @given(
     st.builds(
         RequestOutput,
@@ -314,7 +314,7 @@ FORMS = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(derandomize=True, max_examples=60, deadline=None)
 @given(
     st.fixed_dictionaries(
         {},

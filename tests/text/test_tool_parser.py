@@ -128,7 +128,7 @@ def test_calls_of_each_family(name: str, text: str, content: str | None, calls: 
     assert message.content == (text if content is None and not calls else content)
 
 
-@settings(deadline=None)
+@settings(derandomize=True, deadline=None)
 @given(st.sampled_from(WHOLE), st.lists(st.integers(0, 400), max_size=12))
 def test_how_an_answer_is_cut_changes_nothing(row: Any, cuts: list[int]) -> None:
     name, text, *_ = row
@@ -223,7 +223,7 @@ def test_one_call_alone() -> None:
     assert calls_of(message_of(made.read(HERMES * 3, is_last=True))) == [CALL]
 
 
-@settings(deadline=None)
+@settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(0, 400), max_size=12))
 def test_channels(cuts: list[int]) -> None:
     def read(text: str) -> ChatMessage:
@@ -244,7 +244,7 @@ def test_channels(cuts: list[int]) -> None:
         assert calls_of(read(text)) == calls
 
 
-@settings(deadline=None)
+@settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(0, 400), max_size=12))
 def test_contents_know_their_place_in_the_answer(cuts: list[int]) -> None:
     """Also after thoughts, and with marks and calls between them, which keep them apart."""
