@@ -220,7 +220,7 @@ def test_a_stream_that_has_begun_knows_its_prompt(shared: AsyncLLM, plain: LLM) 
 def test_every_output_knows_its_prompt(shared: AsyncLLM, plain: LLM) -> None:
     """Also the unfinished ones: what was found in the prefix cache, and the prompt's scores."""
     prompt = [7] * (3 * BLOCK)
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     scored = replace(params, prompt_logprobs=1)
     (expected,) = plain.generate([prompt], scored, use_tqdm=False)
 

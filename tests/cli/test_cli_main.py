@@ -28,9 +28,13 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
     return err.rstrip("\n")
 
 
-def cpu_seconds(arguments: list[str]) -> float:
-    """CPU time of a run of the command: what it takes on a machine that is not busy."""
-    with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.DEVNULL, cwd=ROOT) as child:
+def cpu_seconds(command: list[str]) -> float:
+    """The least CPU time of some runs: about what it takes on a machine that is not busy."""
+    return min(cpu_seconds_once(command) for _ in range(5))
+
+
+def cpu_seconds_once(command: list[str]) -> float:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as child:
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
     assert child.returncode == 0
@@ -38,8 +42,9 @@ def cpu_seconds(arguments: list[str]) -> float:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"]])
-def test_help_takes_less_than_a_third_of_a_second(arguments: list[str]) -> None:
-    assert min(cpu_seconds(arguments) for _ in range(5)) < 0.3
+def test_help_takes_a_few_times_what_python_takes(arguments: list[str]) -> None:
+    """0.2 s beside 0.03; PyTorch alone would be 2 s, FastAPI 0.5."""
+    assert cpu_seconds([*COMMAND, *arguments]) < 12 * cpu_seconds([sys.executable, "-c", "pass"])
 
 
 def test_help_and_errors_of_use_import_no_torch() -> None:
