@@ -20,6 +20,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_model import GGUFModel
 
 from benchmarks import compare as benchmark_compare
 from benchmarks import gguf_files, peers
@@ -44,7 +45,6 @@ from nanoengine.bench.main import workload
 from nanoengine.config.model import DeltaConfig, ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.errors import ConfigError
 from nanoengine.loading.find_model import read_config_of
-from nanoengine.loading.packaged import DEMO_MODEL, packaged_gguf
 
 FAKE = """
 import json, os, sys, time
@@ -282,12 +282,19 @@ def test_our_weights_are_those_of_the_file(tmp_path: Path) -> None:
         benchmark_compare.own_peer(str(tmp_path), "stored", "f32")
 
 
-def test_random_weights_of_a_shape_are_a_model(tmp_path: Path) -> None:
+def test_random_weights_of_a_shape_are_a_model(
+    tiny: Callable[[str], Path], fresh_cache: Path, tmp_path: Path
+) -> None:
+    source = GGUFModel(tiny("llama"))  # PyPI's reader takes 2 s for the words of a real one
+    source.settings["llama.vocab_size"] = len(source.tokens)
+    for kind in ("key", "value"):
+        source.settings[f"llama.attention.{kind}_length"] = 32
+    source.write(tmp_path / "source.gguf")
     file, shape = tmp_path / "a.gguf", gguf_files.Shape(1, 64, 2, 32, 96, num_kv_heads=1)
-    gguf_files.write_random(shape, packaged_gguf(DEMO_MODEL), file, "Q4_0")
+    gguf_files.write_random(shape, tmp_path / "source.gguf", file, "Q4_0")
     assert gguf_files.weights_of(file) == "Q4_0"
-    llm = LLM(file, max_model_len=32, num_gpu_blocks=1)
-    (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
+    with LLM(file, max_model_len=32, num_gpu_blocks=1) as llm:
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 2
     config = read_config_of(file)
     sizes = (config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size)
