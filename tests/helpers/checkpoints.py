@@ -70,8 +70,11 @@ from transformers import (
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+from transformers.utils import logging
 
 torch.set_num_threads(2)
+# They would be on stderr in the test that is the first to ask for a checkpoint.
+logging.disable_progress_bar()
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 BOS_ID, EOS_ID, IM_START_ID, IM_END_ID = range(4)
