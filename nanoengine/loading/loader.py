@@ -10,7 +10,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from nanoengine.loading.wrappers import about_others, text_config
 from nanoengine.models.architectures import CHOICE_BIAS
 from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.layer_ops import LayerOps
-from nanoengine.models.make_codes import becomes_codes, make_codes
+from nanoengine.models.make_codes import ENDS, becomes_codes, make_codes
 from nanoengine.models.mtp import OwnHead
 from nanoengine.models.shard import WHOLE, Shard, Sharding
 from nanoengine.models.stored_codes import NEVER_CODES, CodedWeight, Weight
@@ -80,6 +80,8 @@ def load_model(
     divided so, or has no such head.
     """
     config, shard = read_model_config(folder, max_model_len=max_model_len), WHOLE
+    if load_format != "dummy":
+        config = _as_tied(config, folder, dtype)
     if has_mtp:
         config = with_mtp(config)
     if sharding is not None:
@@ -161,6 +163,19 @@ def _open(folder: Path, is_wrapped: bool) -> CheckpointReader:
     if packed is not None:
         return PackedReader(folder, is_wrapped, packed)
     return CheckpointReader(folder, is_wrapped)
+
+
+def _as_tied(config: ModelConfig, folder: Path, dtype: torch.dtype) -> ModelConfig:
+    """The model as its tensors have it: an output head that is not the embeddings once more counts,
+    even if config.json says that they are one.
+    """
+    if not config.tie_word_embeddings:
+        return config
+    with _open(folder, bool(config.wrapper)) as reader:
+        if not reader.names().issuperset(ENDS):
+            return config
+        embeddings, head = (reader.numbers(name, dtype) for name in ENDS)
+        return replace(config, tie_word_embeddings=torch.equal(embeddings, head))
 
 
 def holds_codes(folder: Path) -> bool:

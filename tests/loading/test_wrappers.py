@@ -21,6 +21,7 @@ from checkpoints import (
 from driver import GREEDY, Driver
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -166,6 +167,37 @@ def test_ids_and_logits_equal_transformers(
     assert f"the text model of a {name}" in said
     parts = PARTS.get(name, "visual" if "Qwen" in name else "multi_modal_projector, vision_tower")
     assert f"({parts}) are not loaded" in said
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+@pytest.mark.parametrize("name", ["llama", "Qwen3_5ForConditionalGeneration"])
+def test_a_head_of_its_own_counts_more_than_config_json(
+    tiny: Callable[[str], Path],
+    wrapped: Callable[[str], Path],
+    tmp_path: Path,
+    name: str,
+    is_copy: bool,
+) -> None:
+    """As in transformers; one that is the embeddings once more is not held."""
+    source = wrapped(name) if name in WRAPPED else tiny(name)
+    content = json.loads((source / "config.json").read_text())
+    content.pop("tie_word_embeddings")
+    content.get("text_config", content)["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    tensors = load_file(source / "model.safetensors")
+    if is_copy:
+        (embeddings,) = (t for n, t in tensors.items() if n.endswith("embed_tokens.weight"))
+        tensors["lm_head.weight"] = embeddings.clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    made = AutoModelForImageTextToText if name in WRAPPED else AutoModelForCausalLM
+    model = made.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    engine = LLMEngine(tmp_path, dtype="float32", device="cpu", num_gpu_blocks=8)
+    driver, prompt = Driver(engine), [7, 3, 9]
+    (output,) = driver.run([prompt])
+    right = reference_logits(model, prompt + output.outputs[0].token_ids)[len(prompt) - 1 : -1]
+    ours = torch.stack(driver.logits[output.request_id])
+    torch.testing.assert_close(ours, right, atol=1e-4, rtol=0)
+    assert engine.model_config.tie_word_embeddings == is_copy
 
 
 def test_a_message_with_an_image_is_refused(wrapped: Callable[[str], Path]) -> None:
