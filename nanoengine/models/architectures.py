@@ -215,10 +215,13 @@ _GEMMA_4_DEFAULTS: dict[str, Any] = {
 _SCORES_BY_SIGMOID = ExpertNames(
     scoring="sigmoid", has_choice_bias=True, group_best=2, shared="shared_experts"
 )
+# transformers reads neither key; the code that came with DeepSeek-V3 and vLLM do.
+_CHOOSES_BY_SIGMOID = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
+_LATENT_REQUIRES = {"hidden_act": (None, "silu"), "attention_bias": (None, False)}
 _LATENT: dict[str, Any] = {
     "latent": True,
     "mtp": "layer",
-    "requires": {"hidden_act": (None, "silu"), "attention_bias": (None, False)},
+    "requires": _LATENT_REQUIRES | _CHOOSES_BY_SIGMOID,
 }
 _LATENT_DEFAULTS: dict[str, Any] = {
     "kv_lora_rank": 512,
@@ -239,8 +242,13 @@ ARCHITECTURES = {
         "DeepSeek-V2 (also Lite)",
         own_code=("modeling_deepseek.DeepseekV2Model", "modeling_deepseek.DeepseekV2ForCausalLM"),
         latent=True,
-        requires=_LATENT["requires"]
-        | {"topk_method": ("greedy", "group_limited_greedy"), "mlp_bias": (None, False)},
+        requires=_LATENT_REQUIRES
+        | {
+            "scoring_func": (None, "softmax"),
+            "norm_topk_prob": (None, False),
+            "topk_method": ("greedy", "group_limited_greedy"),
+            "mlp_bias": (None, False),
+        },
         experts=ExpertNames(
             renormalises=False,
             group_best=1,
@@ -336,7 +344,7 @@ ARCHITECTURES = {
         experts=_SCORES_BY_SIGMOID,
         mtp="layer",
         reads=("partial_rotary_factor", "use_qk_norm"),
-        requires={"hidden_act": (None, "silu")},
+        requires={"hidden_act": (None, "silu")} | _CHOOSES_BY_SIGMOID,
         defaults={
             "partial_rotary_factor": 0.5,
             "n_routed_experts": 128,
