@@ -217,7 +217,11 @@ _SCORES_BY_SIGMOID = ExpertNames(
 )
 # transformers reads neither key; the code that came with DeepSeek-V3 and vLLM do.
 _CHOOSES_BY_SIGMOID = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
-_LATENT_REQUIRES = {"hidden_act": (None, "silu"), "attention_bias": (None, False)}
+_LATENT_REQUIRES = {
+    "hidden_act": (None, "silu"),
+    "attention_bias": (None, False),
+    "moe_layer_freq": (None, 1),
+}
 _LATENT: dict[str, Any] = {
     "latent": True,
     "mtp": "layer",
