@@ -95,7 +95,7 @@ class EventStream(Response):
             if link.is_begun:
                 yield self._failure(error)
             else:
-                self._refused = self._refusal(error)
+                self._refused, link.is_ended = self._refusal(error), True
 
     async def _keep_alive(self, link: _Link) -> None:
         """Send comments between events; return when the client has read nothing for too long."""

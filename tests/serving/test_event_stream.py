@@ -40,12 +40,17 @@ class Client:
         return {"type": "http.disconnect"}
 
 
-async def sent(client: Client, events: AsyncIterator[bytes], stall_seconds: float = 60) -> bool:
+async def sent(
+    client: Client,
+    events: AsyncIterator[bytes],
+    stall_seconds: float = 60,
+    keep_alive_seconds: float = SECONDS,
+) -> bool:
     """Send a stream; returns whether what it held was let go."""
     released: list[bool] = []
     with ExitStack() as stack:
         stack.callback(released.append, True)
-        seconds = SECONDS, stall_seconds
+        seconds = keep_alive_seconds, stall_seconds
         stream = EventStream(events, stack.pop_all(), *seconds, refused, failed)
     async with asyncio.timeout(30):
         await stream({"type": "http"}, client.receive, client.send)
@@ -82,6 +87,19 @@ def test_an_error_is_the_answer_until_something_was_sent(pause: float, count: in
             assert client.body == b"no" and len(client.messages) == 2
 
     asyncio.run(work())
+
+
+def test_no_comment_comes_between_an_error_and_its_answer() -> None:
+    """Also where one is due in the moment of the error."""
+
+    async def events() -> AsyncIterator[bytes]:
+        if client.messages:
+            yield b""
+        raise ValueError("no")
+
+    client = Client()
+    assert asyncio.run(sent(client, events(), keep_alive_seconds=0))
+    assert client.messages[0]["status"] == 503 and client.body == b"no"
 
 
 async def three(pause: float = 0) -> AsyncIterator[bytes]:
