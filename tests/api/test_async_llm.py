@@ -389,7 +389,7 @@ def test_requests_that_are_left_at_the_same_time_are_looked_for_once(
             calls.append([*ids])
             return abort(calls[-1])
 
-        streams = [await shared.stream([1, 2, i], LONG) for i in range(20)]
+        streams = await asyncio.gather(*(shared.stream([1, 2, i], LONG) for i in range(20)))
         monkeypatch.setattr(scheduler, "abort", counted)
         waiting = asyncio.ensure_future(shared.call(lambda _: go_on.wait(60)))
         await asyncio.sleep(0)
@@ -440,13 +440,24 @@ def test_loops_of_two_threads_at_once(shared: AsyncLLM, plain: LLM) -> None:
 
 
 def test_what_ends_within_a_call_reaches_its_caller(shared: AsyncLLM, plain: LLM) -> None:
-    """LLM's own methods step the engine, beside open requests."""
+    """LLM's own methods step the engine, beside open requests: these begin just before."""
+    is_held, go_on = threading.Event(), threading.Event()
+
+    def hold(_: LLM) -> None:
+        is_held.set()
+        assert go_on.wait(60)
 
     async def work() -> list[Any]:
+        holding = asyncio.create_task(shared.call(hold))
         beside = [asyncio.create_task(last(shared, prompt)) for prompt in ("short", "another")]
-        while len(shared._engine._open) < 2:
-            await asyncio.sleep(0)
-        made = await shared.call(lambda llm: llm.generate("long", LONG, use_tqdm=False))
+        while not is_held.is_set() or len(shared._engine._posted) < 2:
+            await asyncio.sleep(0.001)
+        generating = shared.call(lambda llm: llm.generate("long", LONG, use_tqdm=False))
+        calling = asyncio.create_task(generating)
+        await asyncio.sleep(0)
+        go_on.set()
+        await holding
+        made = await calling
         beams = await shared.call(lambda llm: llm.beam_search("b", beam_width=2, max_tokens=20))
         found = [*await asyncio.gather(*beside), *made]
         await assert_idle(shared)
