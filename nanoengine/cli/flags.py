@@ -163,7 +163,7 @@ def _check_variables(environ: Mapping[str, str]) -> None:
     """Raises UsageError for a variable that seems to be a misspelt setting. Others with our prefix
     may be another program's.
     """
-    known = {*(field.name for field in fields(EngineConfig)), *OTHER_VARIABLES}
+    known = {*(field.name for field in fields(EngineConfig)), *OTHER_VARIABLES} - {"model"}
     for variable in environ:
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or name in known:

@@ -117,6 +117,7 @@ def test_a_misspelt_variable_is_named() -> None:
         settings(NANOENGINE_MAX_MODEL_LENN="5")
     others = {"NANOENGINE_SERVICE_HOST": "10.0.0.1", "NANOENGINE_PORT": "tcp://10.0.0.1:80"}
     assert settings(MAX_MODEL_LENN="5", **others) == {}  # Kubernetes', of a service of this name
+    assert settings(NANOENGINE_MODELS="x", NANOENGINE_MODEL="y") == {}  # the model is no setting
 
 
 def test_variables_that_are_no_settings_are_known() -> None:
