@@ -40,11 +40,12 @@ class Item:
 
 class AnswerItems:
     """The items of one answer, which come with its text. An answer that says nothing has an empty
-    text.
+    text. has_ended: no more items come.
     """
 
     def __init__(self, parser: AnswerParser) -> None:
         self.items: list[Item] = []
+        self.has_ended = False
         self._parser = parser
 
     @property
@@ -67,6 +68,7 @@ class AnswerItems:
         if is_last:
             if not self.items:
                 yield Step.BEGINS, self._begun(Kind.CONTENT, ""), ""
+            self.has_ended = True
             yield from self._end()
 
     def _goes_on_with(self, piece: Piece) -> bool:

@@ -139,8 +139,7 @@ class ResponsesWriter:
                 case Step.GROWS:
                     events.append(self._grown(item, new))
                 case Step.ENDS:
-                    is_cut = item is self._items.items[-1] and reason is not None
-                    status = _status(reason) if is_cut else "completed"
+                    status = _status(reason) if self._items.has_ended else "completed"
                     events += self._done(item, status)
         return events
 

@@ -212,6 +212,19 @@ def test_a_response_of_three_items(seed: int) -> None:
     assert whole["tools"] == FLAT and whole["status"] == "completed"
 
 
+def test_only_the_last_item_of_an_answer_is_cut() -> None:
+    """Also where the others end with the same text."""
+    made = CompletionOutput(0, TEXT, [], "length")
+    output = RequestOutput(0, "assistant:<think>\n", [5], [made])
+    request = read_responses({"input": "Hi", "tools": FLAT}, SamplingParams())
+    writer = ResponsesWriter(request, "7", "m", lambda _: b"", PARSERS)
+    events = [*writer.begin(output, 0), *writer.of([StreamDelta(0, 0, TEXT, (), "length")], 0)]
+    events += writer.end([output])
+    done = [data["item"] for name, data in events if name == "response.output_item.done"]
+    assert [item["status"] for item in done] == ["completed", "completed", "incomplete"]
+    assert done == events[-1][1]["response"]["output"]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_log_probabilities_are_those_of_each_texts_own_tokens(seed: int) -> None:
     """Not of thoughts, calls, marks and the end, whether the answer is whole or a stream."""
