@@ -75,7 +75,7 @@ def chat_body(
         message = message_of(pieces)
         logprobs = chat_logprobs(made, token_bytes, num_likeliest)
         if logprobs is not None and hides_thoughts(request, parsers):
-            scores = ContentLogprobs(token_bytes)
+            scores = ContentLogprobs(token_bytes, parsers.hidden(request.params, request.tools))
             scores.add(made, logprobs["content"])
             logprobs["content"] = scores.of(pieces)
         choice = {

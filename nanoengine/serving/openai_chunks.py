@@ -120,7 +120,8 @@ class ChatChunks(_Chunks):
             if delta.index not in self._begun:
                 parser = self._parsers.parser(self._prompt, self._request.tools)
                 self._begun[delta.index] = parser
-                self._scores[delta.index] = ContentLogprobs(self._token_bytes)
+                hidden = self._parsers.hidden(self._request.params, self._request.tools)
+                self._scores[delta.index] = ContentLogprobs(self._token_bytes, hidden)
                 first = {"role": "assistant", "content": ""}
                 chunks.append(self._chunk(_chat_choice(delta.index, first, None, None)))
             pieces = self._begun[delta.index].read(delta.text, delta.finish_reason is not None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -46,8 +46,10 @@ class ContentLogprobs:
     which are asked for in order. Not of thoughts, of calls, of marks, or of the end.
     """
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    def __init__(self, token_bytes: TokenBytes, hidden: Collection[int] = ()) -> None:
+        """hidden: tokens that the answer does not show."""
         self._token_bytes = token_bytes
+        self._hidden = hidden
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._text = ""
         self._at = 0  # where the next token begins in the text
@@ -69,7 +71,8 @@ class ContentLogprobs:
         while self._waiting and self._at < end:
             token_id, entry = self._waiting.popleft()
             begin = self._at
-            self._at += self._length(self._characters.decode(self._token_bytes(token_id)))
+            if token_id not in self._hidden:
+                self._at += self._length(self._characters.decode(self._token_bytes(token_id)))
             if self._at > start or begin == self._at == start:
                 found.append(entry)
         return found

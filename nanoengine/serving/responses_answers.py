@@ -105,8 +105,9 @@ class ResponsesWriter:
 
     def _read(self, output: RequestOutput) -> None:
         """Begin with the answer to a prompt."""
-        self._items = AnswerItems(self._parsers.parser(output.prompt or "", self._chat.tools))
-        self._scores = ContentLogprobs(self._token_bytes)
+        use = self._chat.tools
+        self._items = AnswerItems(self._parsers.parser(output.prompt or "", use))
+        self._scores = ContentLogprobs(self._token_bytes, self._parsers.hidden(self._params, use))
 
     def _ended(self, output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
         """The body of an answer that has ended."""

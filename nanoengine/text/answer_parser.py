@@ -100,12 +100,21 @@ class ChatParsers:
         if form is not None:
             form = replace(form, after_thinking=self.reasoning is not None)
             params = replace(params, structured_outputs=form)
+        return (
+            replace(params, skip_special_tokens=False) if self._has_special_marks(use) else params
+        )
+
+    def hidden(self, params: SamplingParams, use: ToolUse | None) -> frozenset[int]:
+        """Special tokens that the answers of a chat do not show."""
+        is_hidden = params.skip_special_tokens and not self._has_special_marks(use)
+        return frozenset(self.special_tokens.values()) if is_hidden else frozenset()
+
+    def _has_special_marks(self, use: ToolUse | None) -> bool:
+        """Whether marks of thoughts or of calls are special tokens, which texts must show then."""
         marks = {self.reasoning.begin, self.reasoning.end} if self.reasoning else set()
         if use is not None:
             marks |= {*self._syntax(use).marks}
-        if marks.isdisjoint(self.special_tokens):
-            return params
-        return replace(params, skip_special_tokens=False)
+        return not marks.isdisjoint(self.special_tokens)
 
     def _form(
         self, form: StructuredOutputsParams | None, use: ToolUse

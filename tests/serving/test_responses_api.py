@@ -179,10 +179,26 @@ def test_tokens_that_are_not_shown_as_they_are_move_no_others() -> None:
     """An answer may begin without the space of its first token, and without special tokens."""
     tokens = [b"<s>", b" a", b"<s>", b"b", b" c"]
     entries = [{"token": number} for number in range(len(tokens))]
-    scores = ContentLogprobs(tokens.__getitem__)
+    scores = ContentLogprobs(tokens.__getitem__, hidden={0, 2})
     scores.add(CompletionOutput(0, "ab c", [*range(len(tokens))], "stop"), entries)
     found = [scores.between(start, end) for start, end in ((0, 1), (1, 2), (3, 4))]
     assert found == [entries[:2], entries[2:4], entries[4:]]
+
+
+def test_tokens_that_are_not_shown_are_not_taken_for_text_that_begins_like_them() -> None:
+    """Where little of the text has come, and where a character was left without its end."""
+    tokens = {0: b"<s>", 1: b"<", 2: b"b", 3: b"\xd6", 4: b"c"}
+    parts = [("", 0), ("<", 1), ("b", 2), ("", 3), ("", 0), ("\ufffdc", 4), ("<", 1), ("b", 2)]
+    parsers = ChatParsers(special_tokens={"<s>": 0})
+    asked = read(include=["message.output_text.logprobs"])
+    made = ResponsesWriter(asked, "7", "m", tokens.__getitem__, parsers)
+    events = made.begin(output(), 0)
+    for text, token in parts:
+        delta = StreamDelta(0, 0, text, (token,), logprobs=tuple(scored(token)))
+        events += made.of([delta], 0)
+    logprobs = [data["logprobs"] for name, data in events if name == "response.output_text.delta"]
+    found = [[-entry["logprob"] for entry in entries] for entries in logprobs]
+    assert found == [[0, 1], [2], [3, 0, 4], [1], [2]]
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
