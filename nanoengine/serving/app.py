@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -51,6 +51,7 @@ def make_app(service: Service) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        responses=openapi.RESPONSES_OF_ALL,
     )
     app.router.route_class = _ToldRoute
     _add_errors(app)
@@ -79,32 +80,32 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     def new_id() -> str:
         return uuid.uuid4().hex
 
-    @app.post(CHAT, openapi_extra=body_of(request_schema(CHAT)))
+    @app.post(CHAT, openapi_extra=body_of(request_schema(CHAT), may_stream=True))
     async def chat(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_request(CHAT, body, defaults))
         writer = ChatChunks(asked, new_id(), service.name, bytes_of, service.prompts.parsers)
         return await service.answer(request, asked, writer, DONE)
 
-    @app.post(COMPLETIONS, openapi_extra=body_of(request_schema(COMPLETIONS)))
+    @app.post(COMPLETIONS, openapi_extra=body_of(request_schema(COMPLETIONS), may_stream=True))
     async def completions(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_request(COMPLETIONS, body, defaults))
         writer = CompletionChunks(asked, new_id(), service.name, bytes_of)
         return await service.answer(request, asked, writer, DONE)
 
-    @app.post(RESPONSES, openapi_extra=body_of(openapi.RESPONSES))
+    @app.post(RESPONSES, openapi_extra=body_of(openapi.RESPONSES, may_stream=True))
     async def responses(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_responses(body, defaults))
         parsers = service.prompts.parsers
         writer = ResponsesWriter(asked, new_id(), service.name, bytes_of, parsers)
         return await service.answer(request, asked.chat, writer)
 
-    @app.post(MESSAGES, openapi_extra=body_of(openapi.MESSAGES_BODY))
+    @app.post(MESSAGES, openapi_extra=body_of(openapi.MESSAGES_BODY, may_stream=True))
     async def messages(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_messages(body, defaults))
         writer = MessagesWriter(asked, new_id(), service.name, service.prompts.parsers)
         return await service.answer(request, asked, writer)
 
-    @app.post(f"{MESSAGES}/count_tokens", openapi_extra=body_of(openapi.MESSAGES_BODY))
+    @app.post(f"{MESSAGES}/count_tokens", openapi_extra=body_of(openapi.COUNT_BODY))
     async def count_tokens(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_count(body, defaults))
         (prompt,) = await service.prompts_of(asked)
@@ -132,8 +133,8 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return model
 
-    @app.get("/health")
-    @app.get("/ping")
+    @app.get("/health", response_class=Response)
+    @app.get("/ping", response_class=Response)
     async def health() -> Response:
         await service.llm.check_health()
         return Response()
@@ -142,7 +143,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     async def version() -> dict[str, str]:
         return {"version": nanoengine.__version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         stats = await service.llm.stats()
         return Response(service.metrics.text(stats), media_type=CONTENT_TYPE_LATEST)

@@ -167,14 +167,25 @@ MESSAGES_BODY: Schema = {
         "top_k": WHOLE,
         "stream": FLAG,
     },
-    "required": ["messages"],
+    "required": ["messages", "max_tokens"],
+}
+COUNT_BODY: Schema = MESSAGES_BODY | {"required": ["messages"]}
+ERROR: Schema = {"type": "object", "properties": {"error": OBJECT}, "required": ["error"]}
+# What every path may answer beside its status 200.
+RESPONSES_OF_ALL: dict[int | str, dict[str, Any]] = {
+    "default": {"description": "An error", "content": {"application/json": {"schema": ERROR}}}
 }
 
 
-def body_of(schema: Schema) -> dict[str, Any]:
-    """What FastAPI's openapi_extra takes for a body of this schema."""
+def body_of(schema: Schema, may_stream: bool = False) -> dict[str, Any]:
+    """What FastAPI's openapi_extra takes for a body of this schema. may_stream: whether the answer
+    may be events.
+    """
     content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": True, "content": content}}
+    made: dict[str, Any] = {"requestBody": {"required": True, "content": content}}
+    if may_stream:
+        made["responses"] = {"200": {"content": {"text/event-stream": {}}}}
+    return made
 
 
 def request_schema(endpoint: str) -> Schema:

@@ -19,6 +19,10 @@ anthropic = pytest.importorskip("anthropic")
 pytestmark = [pytest.mark.clients, pytest.mark.usefixtures("threads_as_before")]
 
 MESSAGES: Any = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+CHECKS = (
+    *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
+    "response_schema_conformance",
+)
 LONG: Any = {"model": "tiny", "prompt": "a", "max_tokens": 300, "extra_body": {"ignore_eos": True}}
 
 
@@ -268,13 +272,15 @@ def test_an_error_in_the_middle_of_a_stream_raises(tiny: Callable[[str], Path]) 
             assert caught.value.status_code == 503 and caught.value.code == "engine_closed"
 
 
-def test_the_documents_paths_give_no_5xx(server: LiveServer, tmp_path: Path) -> None:
+def test_the_documents_paths_give_no_5xx_and_what_it_says(
+    server: LiveServer, tmp_path: Path
+) -> None:
     """What schemathesis makes of /openapi.json: right bodies, wrong ones, none."""
     ran = subprocess.run(
         [
             *(sys.executable, "-m", "schemathesis.cli", "run"),
             f"http://127.0.0.1:{server.port}/openapi.json",
-            *("--checks", "not_a_server_error", "--max-examples", "40", "--seed", "1"),
+            *("--checks", ",".join(CHECKS), "--max-examples", "40", "--seed", "1"),
             *("--header", "Authorization: Bearer k", "--phases", "examples,coverage,fuzzing"),
             *("--request-timeout", "60", "--no-color"),
         ],

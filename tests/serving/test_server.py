@@ -292,7 +292,7 @@ def test_a_body_of_another_kind_is_refused(server: LiveServer) -> None:
     assert found == 415 and b"Content-Type: application/json" in data
 
 
-def test_the_document_describes_the_bodies(server: LiveServer) -> None:
+def test_the_document_describes_the_bodies_and_the_answers(server: LiveServer) -> None:
     _, document = server.get("/openapi.json")
     for path, key in (
         (CHAT, "messages"),
@@ -303,5 +303,17 @@ def test_the_document_describes_the_bodies(server: LiveServer) -> None:
     ):
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert key in body["schema"]["properties"]
+    kinds = {
+        (CHAT, "post", "200"): {"application/json", "text/event-stream"},
+        ("/v1/messages", "post", "200"): {"application/json", "text/event-stream"},
+        (CHAT, "post", "default"): {"application/json"},
+        ("/tokenize", "post", "200"): {"application/json"},
+        ("/metrics", "get", "200"): {"text/plain"},
+        ("/health", "get", "200"): set(),
+        ("/health", "get", "default"): {"application/json"},
+    }
+    for (path, method, status), expected in kinds.items():
+        answer = document["paths"][path][method]["responses"][status]
+        assert answer.get("content", {}).keys() == expected, path
     for path in ("/docs", "/redoc"):
         assert server.get(path)[0] == 404
