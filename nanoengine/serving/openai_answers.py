@@ -23,7 +23,7 @@ from nanoengine.serving.openai_keys import (
     COMPLETIONS,
     OWN,
     PARAMS,
-    RESPONSES,
+    PROMPTS,
     KeyRefusedError,
 )
 from nanoengine.serving.openai_logprobs import (
@@ -50,10 +50,9 @@ CODES: tuple[tuple[type[RequestError], str], ...] = (
 # LangChain and LiteLLM know this error by words of its message, not by its code.
 TOO_LONG = "the prompt is too long, this model's maximum context length is exceeded: "
 BAD_REQUEST, SERVER_ERROR = 400, 500
-# The key that an endpoint has its prompt in; Anthropic's errors name no key.
-PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 NAMES = {
     *(*PARAMS, *COMMON, *OWN[CHAT], *OWN[COMPLETIONS], "max_output_tokens", "text", TEXT_FORMAT),
+    *("include", "instructions", "metadata", "user"),
     *("continue_final_message", "add_generation_prompt"),
 }
 

@@ -44,6 +44,8 @@ IGNORED = (
     *("cache_prompt", "id_slot", "timings_per_token", "return_progress", "keep_alive"),
 )
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+# The key that an endpoint has its prompt in; Anthropic's errors name no key.
+PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 IS_TEXT = "answers are text"
 OTHER_FORM = "here it is structured_outputs={{{!r}: ...}}"
 IN_KWARGS = "a template that has it takes it in chat_template_kwargs"
@@ -127,7 +129,8 @@ def check_refused(name: str, value: object, row: tuple[tuple[Any, ...], str]) ->
 
 def unknown_key(name: str, known: Collection[str], where: str = "") -> KeyRefusedError:
     """The error about a key that nobody knows here. where: follows its name."""
-    hint = sentence_of(name)
+    own = next((path for path, key in PROMPTS.items() if key == name), None)
+    hint = f"{own} has it" if own else sentence_of(name)
     if not hint and (near := near_name(name, known)):
         hint = f"did you mean {near!r}?"
     text = f"unknown key {shown(name)}{where}" + (f"; {hint}" if hint else "")

@@ -97,6 +97,11 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
         **common_keys(given),
         tools=responses_tools(given.get("tools"), given.get("tool_choice"), is_parallel),
     )
+    user, metadata = given.get("user", ""), given.get("metadata", {})
+    if not isinstance(user, str):
+        raise InvalidParamsError(f"user must be a text, got {shown(user)}")
+    if not isinstance(metadata, dict):
+        raise InvalidParamsError(f"metadata must be an object, got {shown(metadata)}")
     repeated = {name: given.get(name) for name in REPEATED} | {
         "tools": given.get("tools", []),
         "tool_choice": given.get("tool_choice", "auto"),
@@ -142,7 +147,7 @@ def _messages(given: dict[str, Any]) -> list[Any]:
     if not isinstance(asked, list) or not asked:
         raise InvalidPromptError(f"input must be a text or a list of messages, got {shown(asked)}")
     if not isinstance(instructions, str):
-        raise InvalidPromptError(f"instructions must be a text, got {shown(instructions)}")
+        raise InvalidParamsError(f"instructions must be a text, got {shown(instructions)}")
     system = [{"role": "system", "content": instructions}] if instructions else []
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(asked):

@@ -110,6 +110,8 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         ({"top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20, got 21"),
         ({"include": "all"}, "include must be a list of names, got 'all'"),
         ({"max_tokens": 5}, "unknown key 'max_tokens'"),
+        ({"prompt": {"id": "a"}}, "prompt={'id': 'a'} is not supported: answers are not kept"),
+        ({"messages": []}, "unknown key 'messages'; /v1/chat/completions has it"),
         ({"instruction": "a"}, "unknown key 'instruction'; did you mean 'instructions'?"),
     ],
 )
@@ -121,15 +123,22 @@ def test_what_is_wrong_is_named(body: dict[str, Any], text: str) -> None:
 def test_what_an_answer_repeats_is_not_deep() -> None:
     """What was read at the end of Python's stack cannot be written from a deeper place."""
     deep: list[Any] = []
-    for _ in range(62):
+    for _ in range(61):
         deep = [deep]
-    assert read(metadata=deep).repeated["metadata"] == deep
+    assert read(metadata={"a": deep}).repeated["metadata"] == {"a": deep}
     with pytest.raises(InvalidParamsError, match=r"^metadata is nested too deeply .* 63 levels"):
-        read(metadata=[deep])
+        read(metadata={"a": [deep]})
 
 
 def test_errors_name_their_key() -> None:
-    for body, param in (({"input": 5}, "input"), ({"max_output_tokens": 0}, "max_output_tokens")):
+    for body, param in (
+        ({"input": 5}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"instructions": 5}, "instructions"),
+        ({"include": "all"}, "include"),
+        ({"metadata": 5}, "metadata"),  # the answer repeats it, and must be a response
+        ({"user": 5}, "user"),
+    ):
         with pytest.raises((InvalidPromptError, InvalidParamsError)) as caught:
             read(**body)
         assert error_body(caught.value, RESPONSES)[1]["error"]["param"] == param
