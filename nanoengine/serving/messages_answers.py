@@ -20,6 +20,10 @@ DELTAS = {
     Kind.NAME: ("input_json_delta", "partial_json"),
 }
 
+THREAD = "thread"  # the key that asks the server to keep the conversation
+# By this Anthropic's client knows that it must send the whole conversation each time.
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
+
 # Anthropic's name of an error, by HTTP's status; others below 500 are invalid requests.
 ERRORS = {
     401: "authentication_error",
@@ -111,7 +115,9 @@ class MessagesWriter:
 def messages_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
     """Anthropic's form of an error. status: HTTP's; body: OpenAI's error object."""
     kind = ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    told = {"type": kind, "message": body["error"]["message"]}
+    told: dict[str, Any] = {"type": kind, "message": body["error"]["message"]}
+    if body["error"]["param"] == THREAD:
+        told["details"] = NO_THREADS
     return {"type": "error", "error": told, "request_id": None}
 
 

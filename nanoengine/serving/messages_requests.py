@@ -12,6 +12,7 @@ from typing import Any
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, number, shown
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.answer_forms import OUTPUT_FORMAT, OWN_FORM, form_in
+from nanoengine.serving.messages_answers import THREAD
 from nanoengine.serving.openai_keys import (
     OWN_MESSAGE,
     Refused,
@@ -47,6 +48,7 @@ REFUSED: Refused = {
     "container": ((), "tools are the client's"),
     "output_format": ((), "here it is output_config={'format': ...}"),
     "context_management": ((), "conversations are not cut or made shorter"),
+    THREAD: ((), "answers are not kept; send the whole conversation as messages"),
 }
 
 

@@ -181,6 +181,27 @@ def test_tools_of_messages(tool_server: LiveServer) -> None:
         assert next_one.content
 
 
+def test_the_runner_of_tools(tool_server: LiveServer) -> None:
+    """It asks for a conversation that the server keeps, and goes on without."""
+    calls = []
+
+    @anthropic.beta_tool
+    def now() -> str:
+        """The time."""
+        calls.append("now")
+        return "noon"
+
+    url = f"http://127.0.0.1:{tool_server.port}"
+    asked: Any = {"model": "tiny", "max_tokens": 160, "tools": [now], "max_iterations": 2}
+    asked["tool_choice"] = {"type": "tool", "name": "now"}
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as claude:
+        made = claude.beta.messages.tool_runner(
+            messages=[{"role": "user", "content": "hi"}], **asked
+        )
+        assert [message.stop_reason for message in made] == ["tool_use"] * 2
+    assert calls
+
+
 def test_models(client: Any) -> None:
     (model,) = client.models.list()
     assert model.id == "tiny" and client.models.retrieve("tiny").max_model_len == 512

@@ -13,6 +13,7 @@ from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.messages_answers import MessagesWriter, count_body, messages_error
 from nanoengine.serving.messages_requests import KNOWN, REFUSED, read_count, read_messages
+from nanoengine.serving.openai_answers import error_body
 from nanoengine.serving.openai_keys import EMPTY, IGNORED
 from nanoengine.serving.openai_requests import ChatRequest, Streaming
 from nanoengine.text.answer_parser import ChatParsers
@@ -239,6 +240,20 @@ def test_the_events_of_a_stream_are_the_answer() -> None:
 def test_errors_have_anthropics_types(status: int, kind: str) -> None:
     body = {"error": {"message": "no", "type": "server_error", "param": None, "code": "c"}}
     assert messages_error(status, body)["error"] == {"type": kind, "message": "no"}
+
+
+def test_a_client_is_told_that_conversations_are_not_kept() -> None:
+    """In the form by which Anthropic's runner of tools sends them whole."""
+    with pytest.raises(InvalidParamsError) as caught:
+        read(thread={"type": "create"})
+    told = messages_error(*error_body(caught.value))["error"]
+    assert told["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+    with pytest.raises(InvalidParamsError) as caught:
+        read(container="a")
+    assert "details" not in messages_error(*error_body(caught.value))["error"]
 
 
 def test_an_error_in_a_stream_is_an_event() -> None:
