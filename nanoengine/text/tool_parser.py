@@ -23,6 +23,7 @@ from nanoengine.text.bare_object import BareObject
 from nanoengine.text.checked_json import object_in
 from nanoengine.text.tool_syntax import (
     MAX_NAME,
+    MAX_PART,
     NAME,
     SPACES,
     Bare,
@@ -190,7 +191,7 @@ class ToolParser(PieceReader):
             key = yield from self._before(body.key_end)
             if body.value:
                 yield from self.skip(body.value)
-            value = yield from self._before(body.value_end)
+            value = yield from self._value(body)
             if key is None or value is None:  # the text ended in the middle of the call
                 return True
             if body.trims:
@@ -205,6 +206,21 @@ class ToolParser(PieceReader):
         if closed or not self.has_ended:
             yield Piece(Kind.ARGUMENTS, "{}" if before == "{" else "}", number)
         return True
+
+    def _value(self, body: Tagged) -> Steps[str | None]:
+        """Take a value and what ends it; None if the text ends before it."""
+        pattern = re.compile(f"{re.escape(body.value_end)}|(?={body.next_part})")
+        start = 0
+        while (found := pattern.search(self.left, start)) is None:
+            start = max(0, len(self.left) - MAX_PART)
+            if self.has_ended:
+                end = self.left.find(body.after[0])
+                taken = self.take(len(self.left) if end < 0 else end)
+                return None if end < 0 else taken
+            yield None
+        taken = self.take(found.start())
+        self.take(found.end() - found.start())
+        return taken
 
     def _head(self, at: int, pattern: str) -> Steps[str | None]:
         """Begin a call once what it begins with is there; its name, or None if it is no call of a

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 MAX_NAME = 64  # characters of a tool's name, as OpenAI has it
 NAME = rf"([a-zA-Z0-9_.-]{{1,{MAX_NAME}}})"
 SPACES = r"\s{0,16}"
+MAX_PART = 64
 
 
 def head_of(name: str) -> str:
@@ -45,8 +46,9 @@ class Tagged:
     """A call as its name and its arguments one by one, between tags.
 
     head: as in Named, up to the first argument. key, value: what a key and a value begin with;
-    key_end, value_end: what follows them. trims: the line breaks around a value are not part of it.
-    after: what follows the last value.
+    key_end, value_end: what follows them. after: what follows the last value. next_part: what a
+    value whose end a model left out ends before, a regular expression of at most MAX_PART
+    characters. trims: the line breaks around a value are not part of it.
     """
 
     head: str
@@ -55,6 +57,7 @@ class Tagged:
     value: str
     value_end: str
     after: tuple[str, ...]
+    next_part: str
     trims: bool = False
 
 
@@ -130,6 +133,7 @@ TOOL_SYNTAXES = (
                 rf"{SPACES}{NAME}{SPACES}(?=<)",
                 *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
                 after=("</tool_call>",),
+                next_part="</tool_call>",
             ),
         ),
     ),
@@ -142,6 +146,7 @@ TOOL_SYNTAXES = (
                 rf"(?:{SPACES}<function=|(?<=<function=)){NAME}>",
                 *("<parameter=", ">", "", "</parameter>"),
                 after=("</function>", "</tool_call>"),
+                next_part=f"<parameter=|</function>{SPACES}</tool_call>",
                 trims=True,
             ),
         ),
