@@ -94,6 +94,10 @@ class LLM:
             " or llm.chat(messages)"
         )
 
+    def __reduce__(self) -> NoReturn:
+        """Raises TypeError: pickled, an LLM would be all of its memory once more."""
+        raise TypeError("an LLM cannot be pickled or copied; make it in the process that uses it")
+
     @property
     def plan(self) -> Any:
         """What start-up decided and allocated; print it to read it."""

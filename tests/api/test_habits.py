@@ -237,3 +237,10 @@ def test_a_traceback_ends_at_the_line_that_awaits(
         asyncio.run(asked())
     package = str(Path(nanoengine.__file__).parent)
     assert len([file for file in files_in(caught.value) if file.startswith(package)]) == 1
+
+
+@pytest.mark.parametrize("make", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_engine_is_not_pickled(llm: LLM, make: Callable[[Any], Any]) -> None:
+    """Its pools of KV have the size of free memory: a pickle of them ended the process."""
+    with pytest.raises(TypeError, match="make it in the process that uses it"):
+        make(llm)
