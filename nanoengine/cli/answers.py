@@ -155,10 +155,10 @@ class Model:
 def open_model(config: EngineConfig, sampling: dict[str, Any], is_quiet: bool) -> Iterator[Model]:
     """Load the model and say so on stderr. sampling: fields of SamplingParams that were given.
 
-    Raises ModelNotFoundError, too, for a folder without a tokenizer.
+    Raises ModelNotFoundError, too, for a folder with a model and no tokenizer.
     """
     folder = Path(config.model).expanduser()
-    if config.tokenizer is None and folder.is_dir():  # weights take long to load
+    if config.tokenizer is None and (folder / "config.json").is_file():  # weights take long
         check_tokenizer_is_there(folder)
     start = time.perf_counter()
     if not is_quiet:

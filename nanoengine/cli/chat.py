@@ -7,6 +7,7 @@ Ctrl-C ends the answer and keeps what came; at the prompt it clears the line. Th
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 
 from nanoengine.cli.answers import Model, Statistics, open_model
@@ -31,7 +32,7 @@ def chat(args: argparse.Namespace) -> int:
         if not model.has_chat_template:
             raise InvalidPromptError(
                 f"{args.model} has no chat template; complete a text with: nanoengine run "
-                f"{args.model} --raw"
+                f"{shlex.quote(args.model)} --raw"
             )
         model.say("/help lists the commands; Ctrl-D ends the chat")
         talk = Conversation(model, args.system)

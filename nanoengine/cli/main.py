@@ -7,6 +7,7 @@ Status 0: done; 1: a failure, such as a model that cannot be loaded; 2: a wrong 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -50,6 +51,8 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # of a terminal that lacks a letter: show a ?
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             given = sys.argv[1:] if argv is None else argv

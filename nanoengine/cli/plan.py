@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -205,7 +206,7 @@ def _lines(args: argparse.Namespace, made: Any, machine: _Machine) -> list[str]:
     settings = "".join(f", {name}={value!r}" for name, value in made.settings.items())
     lines.append(f"settings  LLM({args.model!r}{settings})")
     flags = "".join(f" {_flag(name, value)}" for name, value in made.settings.items())
-    lines.append(f"command   nanoengine chat {args.model}{flags}")
+    lines.append(f"command   nanoengine chat {shlex.quote(args.model)}{flags}")
     return lines
 
 

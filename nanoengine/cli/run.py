@@ -55,8 +55,9 @@ def read_prompt(given: str) -> str:
             where = given
             text = Path(given).read_text(encoding="utf-8")
         else:
+            given.encode()  # bytes of a command line that are no text are surrogates
             text = given
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise UsageError(f"{where} is no text in UTF-8: {error.reason}") from error
     if not text:
         raise UsageError(f"{where} is empty")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -57,6 +60,23 @@ def test_two_bars_and_the_settings_that_reach_the_context(
     settings = "max_model_len=100000, enable_cpu_offload=True, kv_offload_gib="
     assert f"LLM('{folder}', {settings}" in out
     assert "--max-model-len 100000 --enable-cpu-offload --kv-offload-gib " in out
+
+
+def test_the_command_is_one_for_a_shell(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder.rename(folder.parent / "Müller's model")
+    assert main(["plan", str(model), *GPU_24]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("command ")
+    assert shlex.split(command)[:3] == ["nanoengine", "chat", str(model)]
+
+
+def test_letters_that_a_terminal_lacks_are_question_marks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = folder.rename(folder.parent / "Grün 模型")
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="latin-1"))
+    assert main(["plan", str(model), *GPU_24]) == 0
+    assert "Grün ??: LlamaForCausalLM" in out.getvalue().decode("latin-1")
 
 
 TWO = ["--tensor-parallel-size", "2"]

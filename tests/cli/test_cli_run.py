@@ -75,6 +75,13 @@ def test_a_missing_tokenizer_is_told_before_the_weights_are_read(
         assert "has no tokenizer.json" in capsys.readouterr().err
 
 
+def test_a_folder_without_a_model_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(tmp_path), PROMPT, "--quiet"]) == FAILED
+    assert f"{tmp_path} has no config.json" in capsys.readouterr().err
+
+
 def test_a_cut_answer_says_what_cut_it(
     folder: Path, answers: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,7 +172,9 @@ def test_a_prompt_that_is_no_text_is_an_error_of_use(
         for source in (str(path), "-"):
             assert main(["run", "m", source]) == MISUSED
             assert text in capsys.readouterr().err
-    assert main(["run", "m", ""]) == MISUSED
+    for given, text in (("", "is empty"), ("caf\udce9", "is no text in UTF-8")):
+        assert main(["run", "m", given]) == MISUSED
+        assert text in capsys.readouterr().err
 
 
 def test_a_terminal_is_no_prompt(
