@@ -142,7 +142,8 @@ missing: images, audio and video are not supported; a model reads and writes tex
 missing unless (True,): here it is nothing: only the text part of a model is ever run
   vLLM: language_model_only  LMDeploy: disable_vision_encoder language_model_only
   nano-vllm: is_multimodal
-missing unless (0, 1): one engine uses one GPU for now; start an engine for each GPU
+missing unless (0, 1): tensor_parallel_size is the only way for one engine to use several GPUs; or
+start an engine for each GPU
   vLLM: pipeline_parallel_size data_parallel_size data_parallel_rank data_parallel_start_rank
     data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb
     data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend
@@ -461,8 +462,11 @@ missing: tools are arguments of chat(messages, tools=[...], tool_choice=...)
   vLLM: tools tool_choice  LMDeploy: tools  Ollama: tools
   OpenAI: tools tool_choice functions function_call parallel_tool_calls
 missing: give variables of the chat template in chat_template_kwargs={...}
+  transformers: documents enable_thinking
+missing: render the messages with llm.get_tokenizer().apply_chat_template(messages), add what the
+answer begins with, and give generate() the ids of encode(text, add_special_tokens=False)
   vLLM: continue_final_message
-  transformers: continue_final_message documents enable_thinking tokenize return_dict return_tensors
+  transformers: continue_final_message tokenize return_dict return_tensors
 missing: chat() takes the model's own template; render another one with transformers, and give the
 text to generate()
   vLLM: chat_template chat_template_content_format  FastDeploy: chat_template

@@ -227,6 +227,17 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         lambda b: b.llm.get_tokenizer().apply_chat_template([], return_dict=True),
         ("'return_dict' is not a variable of a chat template",),
     ),
+    "28 answer that has begun": (
+        lambda b: b.llm.chat(
+            [{"role": "user", "content": "a"}],
+            continue_final_message=True,  # type: ignore[call-arg]
+        ),
+        ("llm.get_tokenizer().apply_chat_template(messages)", "add_special_tokens=False"),
+    ),
+    "28 several GPUs": (
+        lambda b: b.loaded(pipeline_parallel_size=2),
+        ("tensor_parallel_size is the only way for one engine to use several GPUs",),
+    ),
     "29 list in a stream": (
         lambda b: b.llm.stream(["a"]),  # type: ignore[arg-type]
         ("a stream takes one prompt, got a list of 1", "open a stream for each"),
