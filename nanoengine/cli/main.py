@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
                 status = _run(given)
         except SystemExit as end:  # argparse's --help and --version
             status = end.code if isinstance(end.code, int) else 0
-        sys.stdout.flush()  # here a missing reader is noticed, and not when Python ends
+        print(end="", flush=True)  # here a missing reader is noticed, and not when Python ends
         return status
     except UsageError as error:
         return _fail(error, MISUSED)

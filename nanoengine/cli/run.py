@@ -57,7 +57,7 @@ def read_prompt(given: str) -> str:
         else:
             given.encode()  # bytes of a command line that are no text are surrogates
             text = given
-    except UnicodeError as error:
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise UsageError(f"{where} is no text in UTF-8: {error.reason}") from error
     if not text:
         raise UsageError(f"{where} is empty")

@@ -175,7 +175,7 @@ class ChatParsers:
         if not self.shows_tools:
             raise InvalidParamsError(
                 "tools are not shown to this model: its chat template has none; describe them in "
-                "a message, and ask for an answer in a form (response_format)"
+                "a message, and ask for a form (structured_outputs, or a server's response_format)"
             )
         if self.tools is not None and (self.tools.frame or not use.must_call):
             return self.tools

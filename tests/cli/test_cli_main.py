@@ -64,6 +64,12 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == f"nanoengine {nanoengine.__version__}\n"
 
 
+def test_a_process_without_stdout_does_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `nanoengine plan MODEL >&-` has none."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["collect-env"]) == 0
+
+
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == MISUSED
     assert "COMMAND" in capsys.readouterr().out

@@ -62,6 +62,8 @@ SETTINGS_TAIL = """\
 |---|---|
 | `NANOENGINE_LOG_LEVEL` | shows what the engine logs on stderr: debug, info, warning or error |
 | `NANOENGINE_TRACEBACK` | errors show where in the package they were raised |
+| `NANOENGINE_CACHE_GIB` | [most space](command_line.md#disk) of converted models, 64 |
+| `NANOENGINE_API_KEY` | the key of [the server](server.md#security) |
 | `OMP_NUM_THREADS` | CPU threads, unless `num_threads` is given |
 | `CC` | the C compiler for the kernels |
 | `XDG_CACHE_HOME` | the folder above the cache of kernels and converted models |
