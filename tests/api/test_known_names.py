@@ -113,7 +113,7 @@ def test_a_near_name_is_offered_only_when_it_is_near() -> None:
         ("n_gpu_layers", "layers do not split"),
         ("revision", "hf download MODEL --revision"),
         ("cpu_offload_gb", "weights"),
-        ("pipeline_parallel_size", "one GPU for now"),
+        ("pipeline_parallel_size", "tensor_parallel_size is the only way"),
         ("max_tokens", r"SamplingParams\(max_tokens=...\)"),
         ("max_new_tokens", r"SamplingParams\(max_tokens=...\)"),
         ("num_beams", r"llm.beam_search\("),
@@ -256,7 +256,7 @@ def test_arguments_of_other_engines_become_settings() -> None:
     ("given", "text"),
     [
         ({"model": "m", "enable_lora": True}, "'enable_lora'; LoRA is not supported yet"),
-        (EngineArgs("m", pipeline_parallel_size=2), "one GPU for now"),
+        (EngineArgs("m", pipeline_parallel_size=2), "tensor_parallel_size is the only way"),
         (EngineArgs("m", compilation_config={"level": 3}), "'compilation_config'; PyTorch"),
         ({"model": "m", "kv_cache_memory_bytes": 1 << 30}, "here it is kv_cache_gib, in GiB"),
         ({"model": "m", "max_model_len": 8, "session_len": 9}, "max_model_len is given twice"),
