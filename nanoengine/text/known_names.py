@@ -162,7 +162,8 @@ def _given_in(engine_args: object) -> dict[str, Any]:
 
 def explains_unknown(scope: str, where: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function: a keyword that it does not have raises InvalidParamsError in words, not
-    a bare TypeError. Its signature and its help stay as they are.
+    a bare TypeError. One of another engine that is None is left out, as its default there. The
+    signature and the help stay as they are.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -170,9 +171,10 @@ def explains_unknown(scope: str, where: str = "") -> Callable[[Callable[P, R]], 
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not kwargs.keys() <= known:
-                unknown = next(name for name in kwargs if name not in known)
-                raise InvalidParamsError(unknown_name(scope, unknown, known, where))
+            for name in [name for name in kwargs if name not in known]:
+                if kwargs[name] is not None or (scope, name) not in KNOWN:
+                    raise InvalidParamsError(unknown_name(scope, name, known, where))
+                del kwargs[name]
             return function(*args, **kwargs)
 
         return call

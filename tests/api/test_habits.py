@@ -244,3 +244,13 @@ def test_an_engine_is_not_pickled(llm: LLM, make: Callable[[Any], Any]) -> None:
     """Its pools of KV have the size of free memory: a pickle of them ended the process."""
     with pytest.raises(TypeError, match="make it in the process that uses it"):
         make(llm)
+
+
+def test_none_for_an_argument_of_vllm_asks_for_nothing(llm: LLM) -> None:
+    wanted = llm.generate("a", GREEDY, use_tqdm=False)[0]["token_ids"]
+    nothing: dict[str, Any] = {"lora_request": None, "priority": None}
+    params = SamplingParams(**FIELDS, guided_decoding=None)  # type: ignore[call-arg]
+    assert llm.generate("a", params, use_tqdm=False, **nothing)[0]["token_ids"] == wanted
+    for other in ({"lora_request": 1}, {"lora_reqest": None}):
+        with pytest.raises(InvalidParamsError, match="unknown argument"):
+            llm.generate("a", GREEDY, **other)

@@ -85,7 +85,8 @@ PARAMETERS_HEAD = f"""\
 
 The parameters of vLLM, FastDeploy, LMDeploy and nano-vllm as of 2026, and the best known ones of
 SGLang, transformers, llama.cpp, Ollama and OpenAI. A name that is not here is an error with the
-same words. `LLM.from_engine_args(args)` and `AsyncLLM.from_engine_args(args)`
+same words; as a parameter or argument that is None it asks for nothing, and is left out.
+`LLM.from_engine_args(args)` and `AsyncLLM.from_engine_args(args)`
 take an object such as vLLM's EngineArgs, or a mapping: they translate renamed settings, leave out
 values that ask for nothing, and refuse the others. What all of ours do: [Settings](settings.md).
 """
