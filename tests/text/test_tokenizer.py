@@ -193,6 +193,9 @@ PATTERNS = {
     "olmo": "'s|'t|'re|'ve|'m|'ll|'d"
     r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "qwen35": PRETOKENIZE_REGEX,
+    "tekken": rf"{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]*[{SMALL}]+"
+    rf"|{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]+[{SMALL}]*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}",
 }
 WORDS = (
     "x：y。z 漢字かな カナ αβ dž _go (a) 12345 a\u3000b"
@@ -237,7 +240,11 @@ def test_an_end_of_one_message_of_several_ends_no_generation(tmp_path: Path) -> 
         ("deepseek-r1-qwen", ["I", "'LL", "Ġpay", "Ġ", "1", "2", "3", "4", "!!Ċ"]),
         *(
             (pre, ["I", "'LL", "Ġpay", "Ġ", "123", "4", "!!Ċ"])
-            for pre in ("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx")
+            for pre in ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
+        ),
+        *(
+            (pre, ["I", "'LL", "Ġpay", "Ġ", "123", "4", "!!Ċ"])
+            for pre in ("dbrx", "chatglm-bpe", "smaug-bpe")
         ),
     ],
 )
@@ -251,9 +258,10 @@ def test_words_of_each_pattern(pre: str, words: list[str]) -> None:
     ] == words
 
 
-def test_llama3_takes_whole_words_before_merging() -> None:
+def test_llama3_and_mistral_take_whole_words_before_merging() -> None:
     vocab = {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4}
-    for pre, ids in (("llama-bpe", [4]), ("falcon3", [4]), ("dbrx", [3, 2]), ("qwen2", [3, 2])):
+    whole = ("llama-bpe", "falcon3", "tekken")
+    for pre, ids in (*((pre, [4]) for pre in whole), ("dbrx", [3, 2]), ("qwen2", [3, 2])):
         assert Tokenizer(byte_level(vocab, [("a", "b")], pre)).encode("abc") == ids
 
 
@@ -319,8 +327,8 @@ def test_bad_ids_are_refused(tokenizer: Tokenizer, ids: list[Any]) -> None:
 
 
 def test_an_unknown_pre_tokenizer_is_named() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'tekken'.*smollm"):
-        byte_level({"a": 0}, [], "tekken")
+    with pytest.raises(UnsupportedModelError, match=r"'bloom'.*smollm"):
+        byte_level({"a": 0}, [], "bloom")
 
 
 def test_merges_of_unknown_tokens_are_refused() -> None:

@@ -55,7 +55,8 @@ _CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LETTERS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_OF_ONE_CASE = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*){_CONTRACTION}?"
+_OF_ONE_CASE = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
+_REST_WITH_SLASHES = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
 # Letters with two cases, as DeepSeek-V2's tokenizer lists them.
 _CASED_OF_DEEPSEEK = (
     "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-"
@@ -83,7 +84,8 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
     ),
     "glm4": (_CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,),
     "llama-bpe": (_CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,),
-    "gpt-4o": (_OF_ONE_CASE + r"|\p{N}{1,3}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*"),),
+    "gpt-4o": (_OF_ONE_CASE + _CONTRACTION + r"?|\p{N}{1,3}" + _REST_WITH_SLASHES,),
+    "tekken": (_OF_ONE_CASE + r"|\p{N}" + _REST_WITH_SLASHES,),
     "deepseek-llm": (
         r"[\r\n]",
         rf"\s?[{_CASED_OF_DEEPSEEK}]+",
@@ -103,9 +105,11 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
 # are merged.
 OTHER_NAMES = {
     "deepseek-r1-qwen": "qwen2",
-    **dict.fromkeys(("llama3", "llama-v3", "falcon3"), "llama-bpe"),
-    "dbrx": "glm4",
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), "llama-bpe"),
+    **dict.fromkeys(("chatglm-bpe", "dbrx", "smaug-bpe"), "glm4"),
 }
+# Of these a text begins with BOS, and a word that is a token is that token, whatever its merges.
+WITH_WHOLE_WORDS = ("llama-bpe", "tekken")
 PRE_TOKENIZERS = ("olmo", "smollm", *WORD_PATTERNS)
 # From tokens of characters and of bytes to their text.
 _TO_TEXT = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -199,7 +203,7 @@ def _check_length(metadata: Metadata, what: str, values: list[Any], texts: list[
 def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     pre = metadata.get("tokenizer.ggml.pre", str, "default")
     backend = build_byte_level_bpe(vocabulary.ids(), _merges(metadata), pre, metadata.path)
-    return backend, OTHER_NAMES.get(pre, pre) == "llama-bpe"
+    return backend, OTHER_NAMES.get(pre, pre) in WITH_WHOLE_WORDS
 
 
 def _sentencepiece(
@@ -293,7 +297,7 @@ def build_byte_level_bpe(
         known = ", ".join((*PRE_TOKENIZERS, *OTHER_NAMES))
         raise UnsupportedModelError(f"{where} splits text by {pre[:100]!r}; supported: {known}")
     backend = tokenizers.Tokenizer(
-        _bpe(where, vocab=dict(vocab), merges=list(merges), ignore_merges=pre == "llama-bpe")
+        _bpe(where, vocab=dict(vocab), merges=list(merges), ignore_merges=pre in WITH_WHOLE_WORDS)
     )
     backend.pre_tokenizer = pre_tokenizers.Sequence(_pre_tokenizer_steps(vocab, pre))
     backend.decoder = decoders.ByteLevel()
