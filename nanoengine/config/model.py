@@ -14,7 +14,8 @@ class RopeConfig:
     original_max_position: positions of the training, before scaling. attention_factor: multiplies
     cos and sin. divisors: one for each rotated pair of a head. length: most tokens that a request
     may have. partial_rotary_factor: the part of a head that is rotated; num_dims: how many of its
-    dimensions, where that is no part (0: it is).
+    dimensions, where that is no part (0: it is). query_beta: a query at position p is multiplied by
+    1 + query_beta * log(1 + floor(p / original_max_position)).
     """
 
     theta: float
@@ -31,6 +32,7 @@ class RopeConfig:
     length: int = 0
     partial_rotary_factor: float = 1.0
     num_dims: int = 0
+    query_beta: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

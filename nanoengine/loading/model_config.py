@@ -248,7 +248,9 @@ def _ropes(
         rope, max_position = read_rope(content, latent.rope_dim, False, max_model_len)
         return replace(rope, num_dims=latent.rope_dim), None, max_position
     may_be_partial = "partial_rotary_factor" in architecture.reads
-    rope, max_position = read_rope(content, head_dims[0], may_be_partial, max_model_len)
+    rope, max_position = read_rope(
+        content, head_dims[0], may_be_partial, max_model_len, architecture.scales_queries
+    )
     return rope, None, max_position
 
 

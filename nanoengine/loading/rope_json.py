@@ -19,11 +19,19 @@ from nanoengine.models.rope import (
 )
 from nanoengine.text.checked_json import MAX_SIZE, CheckedJson, positive
 
+QUERY_BETA = "llama_4_scaling_beta"
+
 
 def read_rope(
-    content: CheckedJson, head_dim: int, may_be_partial: bool, max_model_len: int | None
+    content: CheckedJson,
+    head_dim: int,
+    may_be_partial: bool,
+    max_model_len: int | None,
+    scales_queries: bool = False,
 ) -> tuple[RopeConfig, int]:
     """The embedding, and the number of positions of a model with it; theta defaults to 10000.
+
+    scales_queries: whether the architecture has RopeConfig's query_beta; others ignore that key.
 
     "yarn" gives a model `factor` times its original positions, if that is more than config.json
     has. Two kinds depend on max_model_len (None: all positions), for the whole run: "dynamic"
@@ -33,7 +41,13 @@ def read_rope(
     """
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     values = _object(content, key, content.get(key))
-    return _read(content, values, "rope_theta", head_dim, may_be_partial, max_model_len)
+    rope, most = _read(content, values, "rope_theta", head_dim, may_be_partial, max_model_len)
+    if scales_queries and values.get(QUERY_BETA):
+        scaling = _Scaling(content, values, most, max_model_len)
+        original = scaling.original(rope.original_max_position or None)
+        beta = scaling.real(QUERY_BETA)
+        rope = replace(rope, query_beta=beta, original_max_position=original)
+    return rope, most
 
 
 def read_ropes_by_kind(

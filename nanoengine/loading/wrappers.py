@@ -16,7 +16,10 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
-    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "ministral3": "Ministral3ForCausalLM",
+        "mistral": "MistralForCausalLM",
+    },
 }
 # Keys of config.json that count for the text model, too; they override those of `text_config`.
 OUTER_KEYS = ("auto_map", "eos_token_id", "quantization_config", "tie_word_embeddings")

@@ -86,6 +86,7 @@ class Architecture:
     loading/layer_shapes.py.
     layer_inputs: each layer may get a vector of each token id beside the residual stream.
     layer_scalar: what a layer gives is multiplied by a number of the checkpoint.
+    scales_queries: config.json's RoPE may have a factor of queries, RopeConfig's query_beta.
     sinks: each head has an attention sink, see AttentionBackend.run.
     latent: keys and values come from one vector of each token, see LatentConfig.
     experts: of some layers or all; None: none.
@@ -114,6 +115,7 @@ class Architecture:
     shapes_by_layer: bool = False
     layer_inputs: bool = False
     layer_scalar: bool = False
+    scales_queries: bool = False
     sinks: bool = False
     latent: bool = False
     experts: ExpertNames | None = None
@@ -414,6 +416,27 @@ ARCHITECTURES = {
     ),
     "LlamaForCausalLM": Architecture(
         "Llama 2 to 3.3 and models of its shape, as SmolLM2 and TinyLlama"
+    ),
+    "Ministral3ForCausalLM": Architecture(
+        "Ministral 3 and Devstral 2",
+        windows="every layer",
+        scales_queries=True,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
     ),
     "MistralForCausalLM": Architecture(
         "Mistral 7B and Nemo", windows="every layer", defaults={"sliding_window": 4096}

@@ -33,9 +33,7 @@ from nanoengine.models.layer_ops import (
 )
 from nanoengine.models.layers import LayerEnd
 from nanoengine.models.mtp import MtpHead
-from nanoengine.models.rope import Rotary
-
-Angles = Sequence[tuple[Tensor, Tensor]]
+from nanoengine.models.rope import Angles, Rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,7 @@ class Decoder:
                 self._is_amid_a_pass = False
 
     def _run_layers(
-        self, x: Tensor, angles: Angles, inputs: Sequence[Tensor], ctx: ForwardContext
+        self, x: Tensor, angles: Sequence[Angles], inputs: Sequence[Tensor], ctx: ForwardContext
     ) -> Iterator[Tensor]:
         """Yields x after each layer, where x = x + attention(norm(x)), then x = x + mlp(norm(x)).
 
@@ -155,10 +153,10 @@ class Decoder:
         sums, in place, and returns qkv(norm(x)) of the next layer. If an architecture has norms
         after attention and mlp, they are part of out and mlp.
         """
-        of_kinds = [*chain(*(zip(cos.unbind(), sin.unbind(), strict=True) for cos, sin in angles))]
+        of_kinds = [*chain(*(zip(*each, strict=True) for each in angles))]
         qkv = self._first_qkv(x)
         for index, layer in enumerate(self._layers):
-            attended = layer.attention(qkv, *of_kinds[layer.rope], ctx)
+            attended = layer.attention(qkv, of_kinds[layer.rope], ctx)
             qkv = layer.after_attention(x, attended)
             if layer.end is not None:
                 qkv = layer.end(x, inputs[0][:, index] if inputs else None)

@@ -12,6 +12,7 @@ from nanoengine.config.model import LatentConfig
 from nanoengine.context import ForwardContext
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.layer_ops import Embed, LayerOps, Norm, Product
+from nanoengine.models.rope import Angles
 
 
 class Attention:
@@ -40,11 +41,12 @@ class Attention:
         self._norms = norms
         self._sinks = sinks
 
-    def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
+    def __call__(self, qkv: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
         """[tokens, (heads + 2 kv_heads) x head_dim] -> attended values [tokens, heads x head_dim].
 
         With a gate there are `heads` more. qkv may be overwritten.
         """
+        cos, sin, *of_queries = angles
         tokens = qkv.shape[0]
         fused = qkv.view(tokens, sum(self._heads), -1)
         q, k, *others = fused.split_with_sizes(self._heads, dim=1)
@@ -54,6 +56,8 @@ class Attention:
             q, k, v = *map(self._normed, heads, self._norms), *heads[len(self._norms) :]
         target = ctx.kv.target(self._layer)
         q = self._ops.rotate_and_store(q, k, v, cos, sin, target)
+        if of_queries:
+            q = self._ops.rotate(q, *of_queries)
         attended = ctx.attention.run(self._layer, q, ctx, self._sinks).view(tokens, -1)
         return self._ops.sigmoid_mul(attended, gates[0]) if gates else attended
 
@@ -69,10 +73,10 @@ class SharedKVAttention:
         """layer: counted among those with attention. norm: of each head of q."""
         self._ops, self._layer, self._num_heads, self._norm = ops, layer, num_heads, norm
 
-    def __call__(self, q: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
+    def __call__(self, q: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
         """[tokens, heads x head_dim] -> attended values of that shape."""
         heads = self._ops.rms_norm(q.view(len(q), self._num_heads, -1), self._norm)
-        rotated = self._ops.rotate(heads, cos, sin)
+        rotated = self._ops.rotate(heads, *angles)
         return ctx.attention.run(self._layer, rotated, ctx).view(q.shape)
 
 
@@ -103,8 +107,9 @@ class LatentAttention:
         self._ops, self._layer, self._num_heads, self._shape = ops, layer, num_heads, shape
         self._query, self._norm, self._to_row, self._from_row = query, norm, to_row, from_row
 
-    def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
+    def __call__(self, qkv: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
         """[tokens, q_rank or heads x query_dim, + row_dim] -> [tokens, heads x value_dim]."""
+        cos, sin = angles
         shape, tokens = self._shape, len(qkv)
         q, latent, turned = qkv.split_with_sizes(
             [qkv.shape[1] - shape.row_dim, shape.kv_rank, shape.rope_dim], dim=1
@@ -138,7 +143,7 @@ class DeltaLayer:
         """layer: counted among the recurrent ones."""
         self._ops, self._layer, self._net = ops, layer, net
 
-    def __call__(self, projected: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
+    def __call__(self, projected: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
         """[tokens, sum(net.sizes)] -> [tokens, value_heads x value_dim]. Nothing is rotated."""
         return self._ops.gated_delta(projected, self._net, ctx.kv.state(self._layer), ctx)
 

@@ -86,8 +86,8 @@ class MtpHead:
         parts, rms_norm = self._parts, self._ops.rms_norm
         embedded = rms_norm(self._embed(next_ids), parts.norms[0])
         x = parts.join(torch.cat((embedded, rms_norm(given, parts.norms[1])), dim=1))
-        cos, sin = (each[0] for each in self._rotary.angles(ctx.positions))
-        attended = parts.attention(parts.qkv(x), cos, sin, ctx)
+        angles = tuple(each[0] for each in self._rotary.angles(ctx.positions))
+        attended = parts.attention(parts.qkv(x), angles, ctx)
         parts.after_attention(x, attended)
         return rms_norm(x, parts.norm)
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from nanoengine.config.model import RopeConfig
 
+Angles = tuple[Tensor, ...]  # cos and sin of q and k, and perhaps of a second rotation of q
+
 
 class Rotary:
     """The angles of a step, for each kind of layer. Kind None does not rotate q and k."""
@@ -29,14 +31,30 @@ class Rotary:
         self._scale: Tensor | None = None
         if any(kind is not None and kind.attention_factor != 1.0 for kind in kinds):
             self._scale = torch.stack([_scale(k, head_dim) for k in kinds]).to(device)[:, None]
+        self._of_queries = next((kind for kind in kinds if kind and kind.query_beta), None)
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [kinds, tokens, 1, head_dim / 2]; computed once a step."""
+    def angles(self, positions: Tensor) -> Angles:
+        """cos and sin, fp32 [kinds, tokens, 1, head_dim / 2]; computed once a step.
+
+        If queries have factors, cos and sin of a second rotation of q follow: by nothing, times its
+        factor.
+        """
         angles = positions.float().unsqueeze(1) * self._inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self._scale is not None:
             cos, sin = cos * self._scale, sin * self._scale
-        return cos.unsqueeze(2), sin.unsqueeze(2)
+        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+        if self._of_queries is None:
+            return cos, sin
+        factors = query_factors(self._of_queries, positions).view(-1, 1, 1)
+        return cos, sin, factors.expand_as(cos).contiguous(), torch.zeros_like(sin)
+
+
+def query_factors(rope: RopeConfig, positions: Tensor) -> Tensor:
+    """What queries are multiplied by, fp32 [tokens]: 1 within the positions of the training, then
+    more, so that attention over longer texts stays as sharp (Llama 4's temperature).
+    """
+    return 1 + rope.query_beta * (1 + positions // rope.original_max_position).float().log()
 
 
 def rotary_pairs(rope: RopeConfig, head_dim: int) -> int:

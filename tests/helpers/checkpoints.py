@@ -39,6 +39,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -203,6 +205,19 @@ TINY: dict[str, TinyModel] = {
     ),
     "qwen2": TinyModel(
         Qwen2Config, Qwen2ForCausalLM, {"rope_parameters": YARN_ROPE}, seed=6, adds_bos=False
+    ),
+    # Queries have factors from position 16 on.
+    "ministral3": TinyModel(
+        Ministral3Config,
+        Ministral3ForCausalLM,
+        {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 32.0, "beta_fast": 2.0},
+                **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+                "original_max_position_embeddings": 16,
+            }
+        },
+        seed=21,
     ),
     "mistral": TinyModel(MistralConfig, MistralForCausalLM, {"sliding_window": None}, seed=7),
     # A dense layer between two with experts, whose size is no multiple of a vector.

@@ -110,6 +110,7 @@ ARCHITECTURES = {
     "Glm4MoeForCausalLM": "glm4moe",
     "GptOssForCausalLM": "gpt-oss",
     "LlamaForCausalLM": "llama",
+    "Ministral3ForCausalLM": "mistral3",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
     "OlmoeForCausalLM": "olmoe",
@@ -130,6 +131,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "factor": 4.0,
         "original_context_length": 64,
         "yarn_beta_fast": 2.0,
+    },
+    "ministral3": {
+        "type": "yarn",
+        "factor": 32.0,
+        "original_context_length": 16,
+        "yarn_beta_fast": 2.0,
+        "yarn_log_multiplier": 1.0,
     },
     "mistral-window": {},
     "mixtral": {},
@@ -204,7 +212,9 @@ class GGUFModel:
                     continue
                 if self.arch in WITH_NORM_OFFSET and name.endswith("norm.weight"):
                     values += 1
-                if self.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name):
+                if self.arch in ("llama", "mistral3", "smollm3") and (
+                    ".q_proj." in name or ".k_proj." in name
+                ):
                     heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
                     values = interleaved(values, self.config[heads])
                 tensors[gguf_name(name, names)] = values
@@ -451,6 +461,8 @@ def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
             "gemma3.attention.sliding_window_pattern": 2,
             "gemma3.rope.freq_base_swa": float(local),
         }
+    if name == "ministral3":
+        model.settings["mistral3.attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     for which in ("long", "short"):
         if f"{which}_factor" in rope:
             factors = np.array(rope[f"{which}_factor"], dtype=np.float32)

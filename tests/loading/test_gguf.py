@@ -193,6 +193,23 @@ def test_scalings_that_are_not_whole_are_refused(
         convert_gguf(llama.write(tmp_path / "m.gguf"), out)
 
 
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"attention.temperature_length": 32}, "temperature_length' is not the 16 of"),
+        ({"rope.scaling.type": "none"}, "'none' with attention factor 1.0"),
+        ({"rope.scaling.yarn_ext_factor": 1.0}, "yarn_ext_factor' is set"),
+    ],
+)
+def test_other_scalings_of_ministral_are_refused(
+    tiny: Callable[[str], Path], tmp_path: Path, out: Path, settings: dict[str, Any], match: str
+) -> None:
+    model = with_scaling(GGUFModel(tiny("ministral3")), "ministral3")
+    model.settings |= {f"mistral3.{key}": value for key, value in settings.items()}
+    with pytest.raises(UnsupportedModelError, match=match):
+        convert_gguf(model.write(tmp_path / "m.gguf"), out)
+
+
 def test_a_window_as_long_as_the_context_is_none(
     llama: GGUFModel, tmp_path: Path, out: Path
 ) -> None:

@@ -108,6 +108,15 @@ WRAPPED = {
             "tie_word_embeddings": False,
         },
     ),
+    "Mistral3ForConditionalGeneration, ministral3": TinyModel(
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        {
+            "text_config": COMMON | TINY["ministral3"].settings | {"model_type": "ministral3"},
+            "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 PARTS = {"Gemma4ForConditionalGeneration": "embed_vision, vision_tower"}
 
@@ -164,6 +173,7 @@ def test_ids_and_logits_equal_transformers(
         ours = torch.stack(driver.logits[output.request_id])
         torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
     said = str(engine.plan)
+    name = name.split(",")[0]
     assert f"the text model of a {name}" in said
     parts = PARTS.get(name, "visual" if "Qwen" in name else "multi_modal_projector, vision_tower")
     assert f"({parts}) are not loaded" in said

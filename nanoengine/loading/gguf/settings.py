@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
+    "mistral3": "Ministral3ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -45,6 +46,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek2": {"model_type": "deepseek_v2"},
     "glm4moe": {"model_type": "glm4_moe"},
     "gpt-oss": {"model_type": "gpt_oss"},
+    "mistral3": {"model_type": "ministral3"},
     "olmoe": {"norm_topk_prob": False},
     "qwen2moe": {"model_type": "qwen2_moe", "norm_topk_prob": False},
     "qwen35": {"model_type": "qwen3_5_text"},
@@ -65,13 +67,12 @@ GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 # say.
 REFUSED_KEYS = (
     "attention.scale",
-    "attention.temperature_scale",
     "logit_scale",
     "embedding_scale",
     "residual_scale",
 )
-# The same of a RoPE scaling.
-REFUSED_ROPE_KEYS = ("rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor")
+QUERY_BETA = "attention.temperature_scale"  # and of RoPE: yarn_log_multiplier
+WITH_LOG_MULTIPLIER = ("deepseek2", "mistral3")
 _ROPE_FREQS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = frozenset({_ROPE_FREQS, _LONG_FACTORS, _SHORT_FACTORS})
@@ -87,7 +88,8 @@ def check_supported(metadata: Metadata) -> None:
         about = about_architecture(f"{architecture}-moe")
         raise UnsupportedModelError(f"{metadata.path}: {experts!r} is set: {about}")
     scaled = () if architecture in SCALED_EXPERTS else ("expert_weights_scale",)
-    for key in (*REFUSED_KEYS, *scaled):
+    tempered = () if architecture == "mistral3" else (QUERY_BETA,)
+    for key in (*REFUSED_KEYS, *scaled, *tempered):
         full_key = f"{architecture}.{key}"
         if metadata.has(full_key) and metadata.get(full_key, float):
             raise UnsupportedModelError(f"{metadata.path}: {full_key!r} is set and not supported")
@@ -353,8 +355,9 @@ def _rope_scaling(
 ) -> dict[str, Any] | None:
     kind = metadata.get(f"{metadata.architecture}.rope.scaling.type", str, "none")
     attention_factor = metadata.real("rope.scaling.attn_factor", 1.0)
-    of_latent = metadata.architecture == "deepseek2"
-    for key in REFUSED_ROPE_KEYS[of_latent:]:
+    has_multiplier = metadata.architecture in WITH_LOG_MULTIPLIER
+    refused = () if has_multiplier else ("rope.scaling.yarn_log_multiplier",)
+    for key in ("rope.scaling.yarn_ext_factor", *refused):
         if metadata.has(f"{metadata.architecture}.{key}"):
             raise UnsupportedModelError(f"{metadata.path}: {key!r} is set and not supported")
     given = stored.keys() & ROPE_TENSORS
@@ -366,9 +369,9 @@ def _rope_scaling(
             "attention_factor": attention_factor,
             "original_max_position_embeddings": _original_length(metadata),
         }
-    if kind == "yarn" and not given and (attention_factor == 1.0 or not of_latent):
+    if kind == "yarn" and not given and (attention_factor == 1.0 or not has_multiplier):
         return _yarn_scaling(metadata, attention_factor)
-    if attention_factor == 1.0:
+    if attention_factor == 1.0 and not metadata.real(QUERY_BETA, 0.0):
         if kind == "none" and given == {_ROPE_FREQS}:
             return _llama3_scaling(metadata.path, stored[_ROPE_FREQS], theta, head_dim)
         if kind == "none" and not given:
@@ -393,6 +396,8 @@ def _yarn_scaling(metadata: Metadata, attention_factor: float) -> dict[str, Any]
     factors = {"attention_factor": yarn_attention_factor(factor) * attention_factor}
     if metadata.architecture == "deepseek2":
         factors = score_factors(metadata)
+    if metadata.architecture == "mistral3":
+        factors |= _mistral_factors(metadata)
     return (
         exact
         | factors
@@ -404,6 +409,21 @@ def _yarn_scaling(metadata: Metadata, attention_factor: float) -> dict[str, Any]
             "beta_slow": metadata.real("rope.scaling.yarn_beta_slow", 1.0),
         }
     )
+
+
+def _mistral_factors(metadata: Metadata) -> dict[str, Any]:
+    """Keys of Ministral 3's YaRN scaling: of the rotation, and of queries."""
+    length = _original_length(metadata)
+    if metadata.number("attention.temperature_length", length) != length:
+        raise UnsupportedModelError(
+            f"{metadata.path}: 'mistral3.attention.temperature_length' is not the {length} of "
+            "'mistral3.rope.scaling.original_context_length', which is not supported"
+        )
+    factors: dict[str, Any] = {"llama_4_scaling_beta": metadata.real(QUERY_BETA, 0.0)}
+    multiplier = metadata.real("rope.scaling.yarn_log_multiplier", 0.0)
+    if multiplier:
+        factors |= {"attention_factor": None, "mscale": 1.0, "mscale_all_dim": multiplier}
+    return factors
 
 
 def _llama3_scaling(path: Path, freqs: Any, theta: float, head_dim: int) -> dict[str, Any]:
