@@ -16,6 +16,7 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "ministral3": "Ministral3ForCausalLM",
         "mistral": "MistralForCausalLM",

@@ -556,6 +556,17 @@ ARCHITECTURES = {
             "num_experts_per_tok": 8,
         },
     ),
+    "SeedOssForCausalLM": Architecture(
+        "Seed-OSS (36B)",
+        out_bias=False,
+        requires={"hidden_act": (None, "silu"), "attention_out_bias": (None, False)},
+        defaults={
+            "attention_bias": True,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "num_key_value_heads": 8,
+        },
+    ),
     "SmolLM3ForCausalLM": Architecture(
         "SmolLM3",
         reads=("no_rope_layers",),

@@ -69,6 +69,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -218,6 +220,9 @@ TINY: dict[str, TinyModel] = {
             }
         },
         seed=21,
+    ),
+    "seed-oss": TinyModel(
+        SeedOssConfig, SeedOssForCausalLM, {"hidden_size": 48, "head_dim": 32}, seed=22
     ),
     "mistral": TinyModel(MistralConfig, MistralForCausalLM, {"sliding_window": None}, seed=7),
     # A dense layer between two with experts, whose size is no multiple of a vector.

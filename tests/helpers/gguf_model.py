@@ -84,6 +84,7 @@ NAMES = {
     "gemma4": GEMMA_4_NAMES,
     "qwen2moe": NEWER_NAMES | {"post_attention_layernorm": "ffn_norm"},
     **dict.fromkeys(("glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), NEWER_NAMES),
+    "seed_oss": NEWER_NAMES,
 }
 # Of the head for multi-token prediction.
 NEXTN_NAMES = {
@@ -122,6 +123,7 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3next",
     "Qwen3_5ForCausalLM": "qwen35",
     "Qwen3_5MoeForCausalLM": "qwen35moe",
+    "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
 }
 SCALINGS: dict[str, dict[str, Any]] = {

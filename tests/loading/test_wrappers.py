@@ -33,6 +33,8 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from nanoengine import LLM
@@ -96,6 +98,23 @@ WRAPPED = {
         {
             "text_config": COMMON | HYBRID | HYBRID_EXPERTS | {"model_type": "qwen3_5_moe_text"},
             "vision_config": QWEN_VISION,
+        },
+    ),
+    "Qwen3VLForConditionalGeneration": TinyModel(
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        {
+            "text_config": COMMON
+            | {
+                "model_type": "qwen3_vl_text",
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 5e6,
+                    "mrope_section": [4, 2, 2],
+                    "mrope_interleaved": True,
+                },
+            },
+            "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]},
         },
     ),
     # Its head is not tied to its embeddings.

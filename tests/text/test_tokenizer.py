@@ -193,6 +193,7 @@ PATTERNS = {
     "olmo": "'s|'t|'re|'ve|'m|'ll|'d"
     r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "qwen35": PRETOKENIZE_REGEX,
+    "seed-coder": rf"{ENDINGS}|{LETTER}\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{SPACES}",
     "tekken": rf"{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]*[{SMALL}]+"
     rf"|{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]+[{SMALL}]*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}",

@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     # llama.cpp separates what Qwen3-Next has in one tensor, and then both are the same.
     "qwen3next": "Qwen3_5MoeForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
 # What no key of a GGUF says: llama.cpp has it in its code.
@@ -53,6 +54,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen35moe": {"model_type": "qwen3_5_moe_text"},
     "qwen3moe": {"model_type": "qwen3_moe", "norm_topk_prob": True},
     "qwen3next": {"model_type": "qwen3_5_moe_text"},
+    "seed_oss": {"model_type": "seed_oss", "attention_bias": True},
     "smollm3": {"no_rope_layer_interval": 4},
 }
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")

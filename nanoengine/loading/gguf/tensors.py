@@ -108,6 +108,7 @@ _NAMES = {
     "qwen35": _NEWER_NAMES,
     "qwen35moe": _NEWER_NAMES,
     "qwen3next": _NEWER_NAMES,
+    "seed_oss": _NEWER_NAMES,
 }
 # Tensors with an entry for each expert, by Hugging Face's place in ExpertNames.parts; the last
 # holds the first two, one after the other.

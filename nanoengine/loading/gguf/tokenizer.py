@@ -85,6 +85,7 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
     "glm4": (_CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,),
     "llama-bpe": (_CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,),
     "gpt-4o": (_OF_ONE_CASE + _CONTRACTION + r"?|\p{N}{1,3}" + _REST_WITH_SLASHES,),
+    "seed-coder": (_CONTRACTION + _LETTERS + r"\p{N}" + _REST.replace(r"[\r\n]*", "", 1),),
     "tekken": (_OF_ONE_CASE + r"|\p{N}" + _REST_WITH_SLASHES,),
     "deepseek-llm": (
         r"[\r\n]",
