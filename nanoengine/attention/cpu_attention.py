@@ -45,7 +45,6 @@ class CpuAttention:
                 number == 0,
                 out if chunk.is_last else None,
                 window,
-                self._config.softcap,
                 mass,
                 sinks,
             )

@@ -415,7 +415,7 @@ def varlen_kernels(device: torch.device) -> tuple[list[FlashKernel], str]:
     """PyTorch's varlen kernel, or the reason for having none.
 
     Like flash-attn's, its window is measured from the end of a call's keys, so calls that are
-    merged would need a different window for each sequence. It has no softcap.
+    merged would need a different window for each sequence.
     """
     module = import_module("torch.nn.attention.varlen")  # slow, and only of use on a GPU
     function, version = module.varlen_attn, torch.__version__

@@ -98,8 +98,6 @@ class TorchAttention:
         num_keys, kv_heads = k.shape[:2]
         grouped = q.float().view(num_rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         scores = (grouped * self._scale) @ k.float().permute(1, 2, 0).unsqueeze(1)
-        if self._config.softcap is not None:
-            scores = self._config.softcap * torch.tanh(scores / self._config.softcap)
         hides = window is not None and visible > window
         if visible - num_rows + 1 < num_keys or hides:
             limit = torch.arange(visible - num_rows, visible, device=q.device).unsqueeze(1)

@@ -92,8 +92,7 @@ class TritonAttention:
         self._config = config
         self._checked_rows = checked_rows
         self.name = f"Triton {triton.__version__}"
-        # Without a softcap the kernels use powers of two instead of e.
-        self._scale = config.score_scale * (1 if config.softcap else LOG2E.value)
+        self._scale = config.score_scale * LOG2E.value  # the kernels use powers of two
         self._shared_bytes = _shared_memory(device)
         key_bytes = 2 * _padded(config.head_dim) * dtype.itemsize
         room = self._shared_bytes // (TILES_IN_SHARED_MEMORY * key_bytes)
@@ -297,7 +296,6 @@ class TritonAttention:
             "TILE": tile,
             "TILE_PAD": max(MIN_DOT, tile),
             "ROWS": rows,
-            "SOFTCAP": self._config.softcap or 0.0,
             "PARTITION": PARTITION,
             "FEW": few_queries(group, most_rows),
         }

@@ -54,7 +54,6 @@ def prefill(
     TILE: tl.constexpr,
     TILE_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
     FEW: tl.constexpr,
@@ -101,7 +100,7 @@ def prefill(
         row_max, row_sum, acc = fold_tiles(
             queries, keys, values, pages, first_key, kv_block, kv_row, scale, position - WINDOW,
             position, part_begin, tl.minimum(part_end, all_see), part_end, row_max, row_sum, acc,
-            kept, HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, WINDOW > 0,
+            kept, HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, WINDOW > 0,
         )  # fmt: skip
         if part_end == (part + 1) * PARTITION:
             whole_max, whole_sum, whole_acc = merged(
@@ -154,7 +153,6 @@ def decode(
     TILE: tl.constexpr,
     TILE_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
     FEW: tl.constexpr,
@@ -196,7 +194,7 @@ def decode(
         row_max, row_sum, acc = fold_tiles(
             queries, keys, values, pages, first_key, kv_block, kv_row, scale, hidden, position,
             begin, begin, end, row_max, row_sum, acc, kept,
-            HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, True,
+            HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, True,
         )  # fmt: skip
         store_state(parts, at, is_row, d, row_max, row_sum, acc, HEAD_DIM)
 

@@ -11,20 +11,6 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _capped(scores, softcap):
-    """softcap * tanh(scores / softcap); near 0 by the odd polynomial of Cephes' tanhf."""
-    x = scores / softcap
-    z = x * x
-    near = z * -5.70498872745e-3 + 2.06390887954e-2
-    near = near * z - 5.37397155531e-2
-    near = near * z + 1.33314422036e-1
-    near = (near * z - 3.33332819422e-1) * z * x + x
-    e = tl.exp(tl.abs(x) * -2.0)
-    far = (1.0 - e) / (1.0 + e)
-    return softcap * tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
-
-
-@triton.jit
 def first_key_seen(position, WINDOW: tl.constexpr):
     """The first key that a query at this position sees."""
     if WINDOW:
@@ -68,7 +54,6 @@ def _fold(
     TILE: tl.constexpr,
     TILE_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """Fold one tile of keys, rows [first_row, first_row + TILE) of a page. `position` is the last
@@ -86,8 +71,6 @@ def _fold(
         k = tl.load(keys + at[:, None] + d[None, :])
         v = tl.load(values + at[:, None] + d[None, :])
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if SOFTCAP > 0.0:
-        scores = _capped(scores, SOFTCAP) * LOG2E
     if IS_MASKED or TILE != TILE_PAD:
         sees = (start + n)[None, :] <= position[:, None]
         if WINDOW:
@@ -129,7 +112,6 @@ def fold_tiles(
     TILE: tl.constexpr,
     TILE_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """Fold the keys [begin, end); every row sees all keys before `all_see`. `pages` holds the
@@ -141,7 +123,7 @@ def fold_tiles(
             row_max, row_sum, acc = _fold(
                 q, keys, values, page, kv_block, kv_row, start % BLOCK, scale, hidden, position,
                 start, row_max, row_sum, acc, kept,
-                HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, False,
+                HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, False,
             )  # fmt: skip
         begin = tl.maximum(begin, all_see)
     for start in range(begin, end, TILE):
@@ -149,7 +131,7 @@ def fold_tiles(
         row_max, row_sum, acc = _fold(
             q, keys, values, page, kv_block, kv_row, start % BLOCK, scale, hidden, position, start,
             row_max, row_sum, acc, kept,
-            HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, True,
+            HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, True,
         )  # fmt: skip
     return row_max, row_sum, acc
 

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 class AttentionConfig:
     """Which keys a query sees and how its scores are computed, equal for every backend.
 
-    scale: factor of the products q k; None: head_dim**-0.5. softcap: scores s become softcap *
-    tanh(s / softcap) (arXiv 2408.00118); None: no softcap. windows: for each layer, how many keys a
-    query sees, its own included; None: all; no entries: all in every layer. head_dims: of each
+    scale: factor of the products q k; None: head_dim**-0.5. windows: for each layer, how many keys
+    a query sees, its own included; None: all; no entries: all in every layer. head_dims: of each
     layer if they differ; head_dim is then the largest.
     """
 
     head_dim: int
     scale: float | None = None
-    softcap: float | None = None
     windows: tuple[int | None, ...] = ()
     head_dims: tuple[int, ...] = ()
 
@@ -42,7 +40,7 @@ class AttentionLimits:
     """Which models and settings an attention backend supports.
 
     dtypes: torch's names. head_dim_step, page: head_dim and kvcache_block_size must be multiples of
-    these. max_head_dim: None: any. windows, softcap: whether it supports AttentionConfig's.
+    these. max_head_dim: None: any. windows: whether it supports AttentionConfig's.
     """
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
@@ -50,15 +48,12 @@ class AttentionLimits:
     max_head_dim: int | None = None
     page: int = 1
     windows: bool = True
-    softcap: bool = True
 
     def unmet(self, dtype: str, block_size: int, config: AttentionConfig) -> str:
         """The first limit that is not met, with the value that breaks it; "" if all are met."""
         most, step = self.max_head_dim, self.head_dim_step
         if any(config.windows) and not self.windows:
             return "layers that see all keys, and this model has a sliding window"
-        if config.softcap is not None and not self.softcap:
-            return f"scores without a softcap, not {config.softcap}"
         if dtype not in self.dtypes:
             return f"{' or '.join(self.dtypes)}, not {dtype}"
         for head_dim in (*config.head_dims, config.head_dim):
@@ -76,7 +71,6 @@ _FLASH = AttentionLimits(
     max_head_dim=256,
     page=256,
     windows=False,
-    softcap=False,
 )
 # Keys are values of attention_backend. Each backend returns its log-sum-exp, so that results of
 # chunks can be merged, or carries its softmax state from chunk to chunk.
@@ -90,9 +84,8 @@ ATTENTION_LIMITS = {
         max_head_dim=128,
         page=128,
         windows=False,
-        softcap=False,
     ),
-    "sdpa": AttentionLimits(head_dim_step=8, windows=False, softcap=False),
+    "sdpa": AttentionLimits(head_dim_step=8, windows=False),
     "c": AttentionLimits(("float32", "bfloat16")),
     "torch": AttentionLimits(),
 }

@@ -150,8 +150,8 @@ class LayerShape:
 class ModelConfig:
     """A decoder's shape, read from config.json. `architecture` is a key of models.ARCHITECTURES.
 
-    no_rope_layers: layers without RoPE (arXiv 2501.18795). windows, attn_logit_softcap: as in
-    AttentionConfig. query_pre_attn_scalar: its root divides the scores (None: head_dim).
+    no_rope_layers: layers without RoPE (arXiv 2501.18795). windows: as in AttentionConfig.
+    query_pre_attn_scalar: its root divides the scores (None: head_dim).
     local_rope: RoPE of the layers with a window (None: as in the others). final_logit_softcap:
     softcap of the logits. wrapper: the class in config.json if this is the text model of one for
     images, too. experts: None: all layers have a feed-forward. delta: of recurrent layers, which
@@ -182,7 +182,6 @@ class ModelConfig:
     no_rope_layers: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()
-    attn_logit_softcap: float | None = None
     query_pre_attn_scalar: float | None = None
     local_rope: RopeConfig | None = None
     final_logit_softcap: float | None = None
@@ -216,7 +215,7 @@ class ModelConfig:
         scale = None if scalar is None else scalar**-0.5
         dims = tuple(shape.head_dim for shape in self.shapes)
         widest = max(dims, default=self.head_dim)
-        return AttentionConfig(widest, scale, self.attn_logit_softcap, self.windows, dims)
+        return AttentionConfig(widest, scale, self.windows, dims)
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
      * maximum and the sum of each row over each block are kept, [2, tokens, heads, blocks]. */
     float *mass, *kept;
     int64_t sequences, blocks, mass_stride;
-    double scale, softcap; /* softcap 0: none */
+    double scale;
 } attend_args;
 
 /* Of a whole model: what a call brings has no say. */
@@ -258,12 +258,6 @@ static void decode_scores(const char *k, int64_t k_stride, int n, const char *q,
     scores_in_floats(keys, q, q_bytes, dim, scores, n, soon, rows);
 }
 
-/* softcap * tanh(scale * s / softcap) of `vecs` vectors of scores, in place. */
-static void cap_scores(float *scores, int64_t vecs, double scale, double softcap) {
-    for (int64_t i = 0; i < vecs; i++, scores += LANES)
-        store(scores, tanhv(load(scores) * (float)(scale / softcap)) * (float)softcap);
-}
-
 /* p of a score, against a maximum. */
 INLINE vf weight(vf score, float scale, vf base, const int mode) {
     return exp2_for(fused(score, splat(scale * LOG2E), -base), mode);
@@ -444,13 +438,12 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
                 if (row == rows) row = head = 0, last = e.first_pos; /* the next kv head */
                 if (head == group) head = 0, last++; /* the next query; a division takes 40 cycles */
                 bring_some(&soon);
-                if (a->softcap) cap_scores(probs + i * TILE, ceil_div(n, LANES), a->scale, a->softcap);
                 for (int64_t j = min64(n, last + 1 - a->window - span.pos - t); j > 0; j--)
                     probs[i * TILE + j - 1] = -INFINITY; /* before the window */
                 visible[i - first] = max64(0, min64(n, last + 1 - span.pos - t));
             }
-            decode_softmax(probs + first * TILE, some, n, visible, a->softcap ? 1.0f : a->scale,
-                           states + first / LANES, alpha + first, mode);
+            decode_softmax(probs + first * TILE, some, n, visible, a->scale, states + first / LANES,
+                           alpha + first, mode);
         }
         for (int64_t h = head0; h < head1; h++) {
             const char *vh = v + h * width;
@@ -699,7 +692,7 @@ typedef struct { /* one tile of keys; strides in bytes and in words; window and 
     const float *v;
     int64_t k_stride, v_stride, pos;
     int count, window;
-    double scale, softcap;
+    double scale;
 } tile_t;
 
 typedef struct { /* up to RVECS vectors of rows; have they seen no tile of this segment, none at all */
@@ -717,9 +710,8 @@ INLINE void attend_group(const tile_t *t, const workspace *w, group_t *g, int n,
     g->is_fresh = 0;
     if (mode == BF16_TILES) tiled_scores(t->k, t->k_stride, n, q, dim, p, vecs);
     else tile_scores(t->k, t->k_stride, n, q, pairs ? dim / 2 : dim, p, vecs, mode);
-    if (t->softcap) cap_scores(p, ceil_div(n, KEYS) * KEYS * vecs, t->scale, t->softcap);
-    tile_softmax(p, n, t->pos, masked, t->window, t->softcap ? 1.0f : t->scale, w->pos + row,
-                 w->top + row, w->sum + row, alpha, vecs, mode);
+    tile_softmax(p, n, t->pos, masked, t->window, t->scale, w->pos + row, w->top + row, w->sum + row,
+                 alpha, vecs, mode);
     if (mode == BF16_TILES) {
         tiled_values((const char *)t->v, n, p, alpha, is_first, acc, dim, vecs);
         return;
@@ -807,7 +799,7 @@ static tile_t prepare_tile(const attend_args *a, const workspace *w, const char 
     const int64_t dim = a->head_dim;
     float *const keys = w->keys + from * w->padded, *const values = w->values + from * w->padded;
     tile_t t = {.k = k, .v = (const float *)v, .k_stride = stride, .v_stride = stride / 4, .pos = pos,
-                .count = count, .window = a->window, .scale = a->scale, .softcap = a->softcap};
+                .count = count, .window = a->window, .scale = a->scale};
     if (mode == F32) return t;
     const int64_t padded = w->padded;
     if (mode == BF16_TILES) {
@@ -1044,11 +1036,10 @@ static void narrow_softmax(const attend_args *a, const tile_t *t, int n, const d
         bring(next);
         float *p = probs + i * TILE;
         const int64_t seen = rows[i].pos + 1 - t->pos;
-        if (a->softcap) cap_scores(p, ceil_div(n, LANES), a->scale, a->softcap);
         for (int64_t j = min64(n, seen - a->window); j > 0; j--) p[j - 1] = -INFINITY;
         visible[i] = max64(0, min64(n, seen));
     }
-    decode_softmax(probs, count, n, visible, a->softcap ? 1.0f : a->scale, states, alpha, BF16_PAIRS);
+    decode_softmax(probs, count, n, visible, a->scale, states, alpha, BF16_PAIRS);
     for (int64_t i = 0; i < count; i++) { /* up to 32 */
         uint16_t *p = (uint16_t *)(probs + i * TILE);
         store_n(p + ceil_div(n, LANES) * LANES, (vf){0}, LANES, BF16_PAIRS);
@@ -1065,10 +1056,9 @@ static void wide_softmax(const attend_args *a, const tile_t *t, int n, const dec
         pos[i] = (int32_t)at;
         masked |= at < t->pos + n - 1 || at >= t->pos + a->window;
     }
-    if (a->softcap) cap_scores(turned, ceil_div(n, KEYS) * KEYS, a->scale, a->softcap);
     vf factors;
-    tile_softmax(turned, n, t->pos, masked, a->window, a->softcap ? 1.0f : a->scale, pos, states->top,
-                 states->sum, &factors, 1, BF16_TILES);
+    tile_softmax(turned, n, t->pos, masked, a->window, a->scale, pos, states->top, states->sum, &factors,
+                 1, BF16_TILES);
     store(alpha, factors);
     for (int c = 0; c < n; c += 2 * LANES) {
         vf x[LANES];

@@ -25,7 +25,7 @@ from nanoengine.models.draw import Draws, likeliest
 
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order; of
 # delta_args in cpu_delta.h, and of draw_args and likeliest_args in cpu_draw.h.
-_ATTEND_ARGS = struct.Struct("=14Q16q2Q3q2d")
+_ATTEND_ARGS = struct.Struct("=14Q16q2Q3qd")
 _NORM_ARGS = struct.Struct("=3Q10qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
 _DELTA_ARGS = struct.Struct("=12Q10qd")
@@ -132,7 +132,6 @@ class CpuKernels:
         is_first: bool = False,
         out: Tensor | None = None,
         window: int | None = None,
-        softcap: float | None = None,
         mass: MassBuffers | None = None,
         sinks: Tensor | None = None,
     ) -> None:
@@ -145,7 +144,7 @@ class CpuKernels:
         is_first          write those values first, over whatever the state holds
         out               if given, it becomes acc / row_sum afterwards: of q's shape and dtype,
                           contiguous; rows without keys give 0
-        window, softcap   as in config.AttentionConfig, of this layer
+        window            as in config.AttentionConfig, of this layer
         mass              if given, and the same for all chunks of a layer, the one with `out` adds
                           to its total what the blocks of all chunks got; only without a window
         sinks             float32 [heads], contiguous: is_first writes (sink, 1, 0) instead
@@ -175,7 +174,6 @@ class CpuKernels:
             min(window or _ALL_KEYS, _ALL_KEYS),
             *((0,) * 5 if mass is None else mass.packed),
             scale,
-            softcap or 0.0,
         )
         self.tape.call(self._attend, packed, pointed_to, out, mass, sinks)
 

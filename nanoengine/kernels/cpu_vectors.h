@@ -196,16 +196,6 @@ INLINE vf exp2_coarse(vf t) {
 }
 /* Of a probability, in a mode. */
 INLINE vf exp2_for(vf t, int mode) { return mode == F32 ? exp2v(t) : exp2_coarse(t); }
-/* tanh: near 0 the odd polynomial of Cephes' tanhf, else by 2^t; NaN stays NaN. */
-INLINE vf tanhv(vf x) {
-    const vf size = pick(x < 0.0f, -x, x), z = x * x;
-    vf p = z * -5.70498872745e-3f + 2.06390887954e-2f;
-    p = p * z - 5.37397155531e-2f;
-    p = p * z + 1.33314422036e-1f;
-    p = (p * z - 3.33332819422e-1f) * z * x + x;
-    const vf e = exp2v(size * (-2.0f * LOG2E)), far = (1.0f - e) / (1.0f + e);
-    return pick(size < 0.625f, p, pick(x < 0.0f, -far, far));
-}
 
 /* A maximum as a power of 2. Finite, because -inf - -inf is NaN; and the comparison keeps the compiler
  * from fusing the product into a subtraction, which would make 2^(x - x) something else than 1. */

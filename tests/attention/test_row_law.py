@@ -39,7 +39,6 @@ def attended(
     kernels: CpuKernels,
     batch: Batch,
     window: int | None,
-    softcap: float | None,
     sinks: Tensor | None,
 ) -> State:
     """The softmax state after all keys, and the attention."""
@@ -57,7 +56,6 @@ def attended(
         is_first=True,
         out=out,
         window=window,
-        softcap=softcap,
         sinks=sinks,
     )
     return state.row_max, state.row_sum, state.acc, out.float()
@@ -74,10 +72,9 @@ def assert_pieces_move_no_bit(
     sizes: Sequence[int],
     rng: random.Random,
     window: int | None = None,
-    softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    what = window, softcap, sinks
+    what = window, sinks
     want = bits(attended(kernels, batch, *what))
     for piece, rows in in_pieces(batch, sizes, rng):
         torch.set_num_threads(rng.choice([1, 2, 3]))
@@ -107,9 +104,8 @@ def test_the_rows_of_a_call_move_no_bit(build_folder: Path, built_as: str, seed:
         seed=seed,
     )
     window = rng.choice((None, None, 1, 20, 100, 300))
-    softcap = rng.choice((None, None, 5.0))
     sinks = rng.choice((None, batch.q[0, :, 0].float() * 3))
-    assert_pieces_move_no_bit(kernels, batch, PIECES, rng, window, softcap, sinks)
+    assert_pieces_move_no_bit(kernels, batch, PIECES, rng, window, sinks)
 
 
 # Emulated instructions are those of bfloat16: float32 is computed as in the native build.

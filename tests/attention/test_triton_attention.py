@@ -323,9 +323,9 @@ SLOTS = {"k_slots": "*i64", "v_slots": "*i64"}
 NUMBERS = {"scale": "fp32", "eps": "fp32"}
 TYPES = INDEX | STATE | VALUES | SLOTS | NUMBERS
 SHAPE = dict(HEADS=32, GROUP=4, GROUPS_OF_KEYS=1, HEAD_DIM=128, DIM=128, BLOCK=256)
-SHAPE |= dict(TILE=128, TILE_PAD=128, WINDOW=0, SOFTCAP=0.0, PARTITION=512, FEW=17)
+SHAPE |= dict(TILE=128, TILE_PAD=128, WINDOW=0, PARTITION=512, FEW=17)
 NO_MASS = dict(kept_max=None, kept_sum=None)
-CAPPED = SHAPE | NO_MASS | dict(WINDOW=1000, SOFTCAP=50.0)
+WINDOWED = SHAPE | NO_MASS | dict(WINDOW=1000)
 MERGE = dict(HEADS=32, HEAD_DIM=128, DIM=128, PARTITION=512, FEW=17, AT_ONCE=8)
 MERGE |= dict(WINDOW=0, LONGEST=0)
 for function, constants, options in (
@@ -335,7 +335,7 @@ for function, constants, options in (
         {"num_warps": 8, "num_stages": 2},
     ),
     (triton_attention_kernels.prefill, SHAPE | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
-    (triton_attention_kernels.prefill, CAPPED | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
+    (triton_attention_kernels.prefill, WINDOWED | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
     (
         triton_attention_kernels.decode,
         SHAPE | NO_MASS | {"ROWS": 16, "LONGEST": 0},
@@ -348,7 +348,7 @@ for function, constants, options in (
     ),
     (
         triton_attention_kernels.decode,
-        CAPPED | {"ROWS": 128, "LONGEST": 2000},
+        WINDOWED | {"ROWS": 128, "LONGEST": 2000},
         {"num_warps": 8, "num_stages": 2},
     ),
     (triton_attention_kernels.merge, MERGE, {"num_warps": 2}),

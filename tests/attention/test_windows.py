@@ -1,4 +1,4 @@
-"""Sliding windows and softcaps: every backend against float64, and the law that neither chunks nor
+"""Sliding windows: every backend against float64, and the law that neither chunks nor
 what lies before the window move a bit; which layers have one; and KV that every layer has left.
 """
 
@@ -97,12 +97,10 @@ def test_backends_against_float64(
     first query does not see: the same bits.
     """
     batch = some_batch()
-    for softcap in (None, 3.0):
-        config = AttentionConfig(24, softcap=softcap, windows=(3, window))
-        got = run(make(config), batch, whole(batch), layer=1)
-        assert_right(got, batch, 5e-6, window, softcap)
+    got = run(make(AttentionConfig(24, windows=(3, window))), batch, whole(batch), layer=1)
+    assert_right(got, batch, 5e-6, window)
     parts = split(batch, window, first_blocks(batch, window))
-    first = make(AttentionConfig(24, softcap=softcap, windows=(window,)))
+    first = make(AttentionConfig(24, windows=(window,)))
     assert torch.equal(run(first, batch, parts)[:-1], got[:-1])
     assert torch.equal(run(first, batch, split(batch, window + 1))[:-1], got[:-1])
 
@@ -123,11 +121,10 @@ def test_the_c_kernel(
     """In every instruction set and mode: what lies in blocks before the window is not read."""
     kernels = CpuKernels.load(build_folder, ISAS[isa])
     for window in WINDOWS:
-        softcap = 2.0 if window % 2 else None
         batch = some_batch(block_size, dtype=dtype, head_dim=head_dim, seed=window)
-        config = AttentionConfig(head_dim, softcap=softcap, windows=(window,))
+        config = AttentionConfig(head_dim, windows=(window,))
         got = run(CpuAttention(config, kernels), batch, whole(batch))
-        assert_right(got, batch, limit, window, softcap)
+        assert_right(got, batch, limit, window)
         for table, first in zip(batch.tables, first_blocks(batch, window), strict=True):
             for pool in (batch.k_pool, batch.v_pool):
                 pool[table[:first]] = torch.nan
@@ -152,12 +149,9 @@ def test_a_prompt_in_pieces_moves_no_bit_of_the_c_kernel(build_folder: Path) -> 
 
 
 def test_flash_kernels_leave_them_to_others() -> None:
-    for config, need in (
-        (AttentionConfig(64, windows=(None, 9)), "this model has a sliding window"),
-        (AttentionConfig(64, softcap=30.0), "without a softcap, not 30.0"),
-    ):
-        for name in ("flash-attn", "varlen", "sdpa"):
-            assert need in ATTENTION_LIMITS[name].unmet("bfloat16", 256, config)
+    config, need = AttentionConfig(64, windows=(None, 9)), "this model has a sliding window"
+    for name in ("flash-attn", "varlen", "sdpa"):
+        assert need in ATTENTION_LIMITS[name].unmet("bfloat16", 256, config)
 
 
 def test_the_scale_of_a_model_that_names_one(tiny: Callable[[str], Path]) -> None:

@@ -40,17 +40,16 @@ class Batch:
     def reference(
         self,
         window: int | None = None,
-        softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention in float64 over the same inputs."""
-        each = zip(self.weights(window, softcap, sinks), self.values, strict=True)
+        each = zip(self.weights(window, sinks), self.values, strict=True)
         return torch.cat([torch.einsum("hqk,khd->qhd", p, self._of_heads(v)) for p, v in each])
 
-    def mass(self, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+    def mass(self, sinks: Tensor | None = None) -> Tensor:
         """The weights that each block gets, float64 [sequences, most blocks]."""
         total = torch.zeros(len(self.tables), max(map(len, self.tables)), dtype=torch.float64)
-        for row, weights in zip(total, self.weights(None, softcap, sinks), strict=True):
+        for row, weights in zip(total, self.weights(None, sinks), strict=True):
             for block, part in zip(row, weights.split(self.block_size, -1), strict=False):
                 block += part.sum()
         return total
@@ -61,7 +60,6 @@ class Batch:
     def weights(
         self,
         window: int | None = None,
-        softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """Of each sequence, what each query gives to each key: float64 [heads, queries, keys]."""
@@ -70,8 +68,6 @@ class Batch:
             k = self._of_heads(keys)
             scores = torch.einsum("qhd,khd->hqk", q.double(), k) * self.scale
             limit = torch.arange(len(k) - len(q), len(k))[:, None]
-            if softcap is not None:
-                scores = softcap * (scores / softcap).tanh()
             scores.masked_fill_(torch.arange(len(k)) > limit, -torch.inf)
             if window is not None:
                 scores.masked_fill_(torch.arange(len(k)) <= limit - window, -torch.inf)
