@@ -65,16 +65,7 @@ class KVMemory:
             self.states = self._make_states(spec)
             self.offload: OffloadEngine | None = None
             if spec.num_host_blocks:
-                self.offload = OffloadEngine(
-                    device,
-                    self.pool,
-                    spec.num_host_blocks,
-                    spec.ring_slots,
-                    spec.slot_blocks,
-                    debug,
-                    spec.host_codec,
-                    spec.layer_sources,
-                )
+                self.offload = OffloadEngine(device, self.pool, spec, debug)
         except (RuntimeError, MemoryError) as error:
             num_bytes = spec.block_bytes * spec.num_blocks + spec.state_bytes
             gib = (num_bytes + spec.host_block_bytes * spec.num_host_blocks) / (1 << 30)

@@ -25,7 +25,7 @@ from torch import Tensor
 from nanoengine.devices.copy_streams import Convert, Event, Stream
 from nanoengine.devices.device import Device
 from nanoengine.kv.host_pool import HostPool
-from nanoengine.kv.kv_codec import KVCodec
+from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.ring import Ring
 from nanoengine.kv.step_plan import StepTransfers, Store, store_runs
 from nanoengine.kv.transfers import FailedTransfer, StoreEvents, TransferCounters
@@ -37,43 +37,33 @@ class OffloadEngine:
     """
 
     def __init__(
-        self,
-        device: Device,
-        device_pool: Sequence[Tensor],
-        num_host_blocks: int,
-        ring_slots: int,
-        slot_blocks: int,
-        debug: bool = False,
-        codec: KVCodec | None = None,
-        sources: Sequence[int] = (),
+        self, device: Device, device_pool: Sequence[Tensor], spec: KVSpec, debug: bool = False
     ) -> None:
         """device_pool: of each layer, [device_blocks, parts, block_size, kv_heads, head_dim].
 
-        slot_blocks 0 makes no ring: host blocks are read in place. codec: encodes host blocks
-        (None: they are as on the device); it needs a ring. debug: memory that holds no KV is filled
-        with NaN. sources: as in KVSpec; () if each layer has its own KV.
+        spec: a codec needs a ring. debug: memory that holds no KV is filled with NaN.
         """
-        blocks = [pool.shape[1:] for pool in device_pool]
+        blocks, codec = spec.layer_blocks, spec.host_codec
         self.device = device
-        self.sources = sources or range(len(blocks))
+        self.sources = spec.layer_sources
         self._pool = device_pool
-        self._block_size = blocks[0][1]
+        self._block_size = spec.block_size
         self.codec = codec
         self._encode: Convert | None = codec.encode if codec else None
         self._decode: Convert | None = codec.decode if codec else None
         host_blocks = [codec.host_block(b) if codec else b for b in blocks]
-        host_dtype = codec.dtype if codec else device_pool[0].dtype
+        host_dtype = codec.dtype if codec else spec.dtype
         # Of a token, by layer: what a store writes, and what a load reads.
         stored = [math.prod((b[0], *b[2:])) * host_dtype.itemsize for b in host_blocks]
         self.loaded_bytes = [b[0] * codec.read_bytes(*b[2:]) for b in blocks] if codec else stored
         self._stored_bytes = sum(stored)
         self._host_poison = codec.poison if codec else torch.nan
-        self.host = HostPool(device, num_host_blocks, host_blocks, host_dtype)
-        self.ring = Ring(device_pool, ring_slots, slot_blocks)
-        self.slot_blocks = slot_blocks
+        self.host = HostPool(device, spec.num_host_blocks, host_blocks, host_dtype)
+        self.ring = Ring(device_pool, spec.ring_slots, spec.slot_blocks)
+        self.slot_blocks = spec.slot_blocks
         self.counters = TransferCounters()
         self.stored = StoreEvents()
-        self._drained: list[Event | None] = [None] * ring_slots
+        self._drained: list[Event | None] = [None] * spec.ring_slots
         self._debug = debug
         self.poison_all()
 

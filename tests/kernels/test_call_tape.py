@@ -229,7 +229,8 @@ def test_neighbouring_calls_of_c_are_one_until_one_fails(tmp_path: Path) -> None
 def test_a_step_is_still_only_once_stores_before_it_are_done() -> None:
     """Of what it reads and writes; other slots may be on their way."""
     device = HeldDevice()
-    engine = OffloadEngine(device, torch.zeros(2, 4, 2, 4, 1, 3), 6, 2, 2)
+    spec = KVSpec(2, 4, 4, 1, 3, torch.float32, 6, 2, 2)
+    engine = OffloadEngine(device, torch.zeros(2, 4, 2, 4, 1, 3), spec)
     TransferRun(engine, StepTransfers(stores=(Store(0, 5, 0, 4),))).finish()
     assert not engine.are_stored((0,), [])
     assert not engine.are_stored((1,), [(0, (4, 5))])
@@ -273,7 +274,9 @@ def test_a_checking_device_is_told_of_every_access() -> None:
 def test_a_core_is_left_to_copies_while_a_decode_step_streams(
     two_threads: None, is_decode: bool, fills: tuple[tuple[int, ...], ...]
 ) -> None:
-    engine = OffloadEngine(CpuDevice(2, copy_workers=True), torch.zeros(1, 4, 2, 4, 1, 3), 6, 2, 2)
+    spec = KVSpec(1, 4, 4, 1, 3, torch.float32, 6, 2, 2)
+    device = CpuDevice(2, copy_workers=True)
+    engine = OffloadEngine(device, torch.zeros(1, 4, 2, 4, 1, 3), spec)
     run = TransferRun(engine, StepTransfers(fills=fills, is_decode=is_decode))
     assert torch.get_num_threads() == (1 if is_decode and fills else 2)
     run.finish()

@@ -451,7 +451,8 @@ def test_reads_of_the_host_wait_for_the_store_that_wrote_it() -> None:
     """Loads, fills and reads in place, each right after a store of which nobody else waited."""
     device = CheckedDevice(CpuDevice(2, copy_workers=True, max_delay_s=0.002))
     pool = torch.empty(2, 4, 2, 4, 1, 3)
-    engine = OffloadEngine(device, pool, 3, 2, 1, debug=True)
+    spec = KVSpec(2, 4, 4, 1, 3, torch.float32, 3, 2, 1)
+    engine = OffloadEngine(device, pool, spec, debug=True)
     content = torch.randn(pool.shape)
     pool.copy_(content)
     for slot in range(3):
