@@ -47,11 +47,7 @@ MAX_STATE_DIM, MAX_CONV_SIZE = 1024, 64
 LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers")
 
 
-def read_model_config(
-    folder: Path,
-    supported: Collection[str] = tuple(ARCHITECTURES),
-    max_model_len: int | None = None,
-) -> ModelConfig:
+def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelConfig:
     """Read config.json, generation_config.json and the tokenizer's end token as a ModelConfig.
 
     A class in WRAPPERS has it under `text_config`. RoPE is read in both spellings (`rope_theta` and
@@ -61,7 +57,7 @@ def read_model_config(
     impossible numbers, UnsupportedModelError for an unknown architecture or setting.
     """
     content = _config_json(folder)
-    name, wrapper = _architecture(content, supported)
+    name, wrapper = _architecture(content)
     architecture = ARCHITECTURES[name]
     content.fill(architecture.defaults)
     _refuse_settings(content, architecture)
@@ -129,7 +125,7 @@ def _config_json(folder: Path) -> CheckedJson:
     raise ModelNotFoundError(f"{folder} has no config.json{about_folder(folder)}")
 
 
-def _architecture(content: CheckedJson, supported: Collection[str]) -> tuple[str, str]:
+def _architecture(content: CheckedJson) -> tuple[str, str]:
     """The architecture, and the class that wraps it, whose text model `content` becomes; "" if no
     class does.
     """
@@ -137,22 +133,20 @@ def _architecture(content: CheckedJson, supported: Collection[str]) -> tuple[str
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise CorruptModelError(f"{content.path}: 'architectures' must be a list of names")
     for name in named:
-        if name in supported:
+        if name in ARCHITECTURES:
             return str(name), ""
         if name in WRAPPERS:
-            return _unwrap(content, name, supported), str(name)
-    raise UnsupportedModelError(
-        f"{content.path}: {about_architecture(', '.join(named), supported)}"
-    )
+            return _unwrap(content, name), str(name)
+    raise UnsupportedModelError(f"{content.path}: {about_architecture(', '.join(named))}")
 
 
-def _unwrap(content: CheckedJson, wrapper: str, supported: Collection[str]) -> str:
+def _unwrap(content: CheckedJson, wrapper: str) -> str:
     inner = text_config(content.values)
     if inner is None:
         raise CorruptModelError(f"{content.path}: 'text_config' of a {wrapper} must be an object")
     kind = inner.get("model_type")
     name = WRAPPERS[wrapper].get(kind, "") if isinstance(kind, str) else ""
-    if name not in supported:
+    if name not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{content.path}: the text model of this {wrapper} is {shown(kind)}, which is not "
             f"supported; supported: {', '.join(WRAPPERS[wrapper])}"

@@ -6,7 +6,7 @@ Tables of names; reads no files, but for the base model that an adapter names.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,19 +142,16 @@ def _first(rows: Iterable[Refusal], name: str) -> tuple[str, str]:
     return "", ""
 
 
-def families(supported: Collection[str] = tuple(ARCHITECTURES)) -> str:
-    """Names of the models that these architectures are, as users know them."""
-    return ", ".join(ARCHITECTURES[name].models for name in sorted(supported))
+def families() -> str:
+    """Names of the supported models, as users know them."""
+    return ", ".join(ARCHITECTURES[name].models for name in sorted(ARCHITECTURES))
 
 
-def about_architecture(name: str, supported: Collection[str] = tuple(ARCHITECTURES)) -> str:
+def about_architecture(name: str) -> str:
     """What a refused architecture is, what to take instead, and what is supported."""
     name = name[:MAX_REASON]
     what, instead = _first(ARCHITECTURES_REFUSED, name)
-    return (
-        f"the architecture {name or '(none)'} is {what}; {instead}. "
-        f"Supported are {families(supported)}"
-    )
+    return f"the architecture {name or '(none)'} is {what}; {instead}. Supported are {families()}"
 
 
 def quant_method(config: object) -> str:

@@ -23,7 +23,6 @@ from nanoengine.kv.block_manager import Block
 from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.kv.open_step import OpenStep
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import ScheduledBatch
 from nanoengine.sequence import Sequence as EngineSequence
@@ -270,7 +269,7 @@ def assert_greedy(
 
 def host_gib(path: Path, num_blocks: int, block_size: int) -> float:
     """kv_offload_gib for so many fp32 host blocks of the checkpoint at `path`."""
-    config = read_model_config(path, ARCHITECTURES)
+    config = read_model_config(path)
     return (num_blocks + 0.5) * block_size * config.kv_bytes_per_token(4) / GIB
 
 
