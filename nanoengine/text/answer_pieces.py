@@ -144,14 +144,7 @@ def num_held_back(text: str, stops: Iterable[str]) -> int:
 
     As text grows, `len(text)` minus this never falls: the start of a stop string stays one.
     """
-    most = 0
-    for stop in stops:
-        at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-        while at >= 0 and not stop.startswith(text[at:]):
-            at = text.find(stop[0], at + 1)
-        if at >= 0:
-            most = max(most, len(text) - at)
-    return most
+    return HeldBack(stops).num(text)
 
 
 class HeldBack:
