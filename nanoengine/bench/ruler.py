@@ -36,6 +36,7 @@ from nanoengine.bench.niah import (
     string_match_all,
 )
 from nanoengine.bench.report import check_file, first_difference, versions
+from nanoengine.bench.workload import count
 from nanoengine.errors import ConfigError, EngineError
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.outputs import RequestOutput
@@ -317,11 +318,11 @@ def _parser(prog: str | None, kind: type[argparse.ArgumentParser]) -> argparse.A
     add("--template", str, "plain text, or the model's chat", templates[0], choices=templates)
     lengths = "tokens of prompt and answer; several as in 1024,2048,4096"
     add("--length", _lengths, lengths, "4096", metavar="TOKENS")
-    add("--num-samples", _positive, "how many to draw of each length", 20)
+    add("--num-samples", count, "how many to draw of each length", 20)
     add("--seed", int, "of the draws", 42)
     add("--data-file", Path, "RULER jsonl to read instead", metavar="FILE.jsonl")
     add("--sample-indices", str, "run only these: 0-19, or 0,3,7 (default: all)")
-    add("--max-new-tokens", _positive, "of an answer (default: 128; induction: 9)")
+    add("--max-new-tokens", count, "of an answer (default: 128; induction: 9)")
     add = _adder(parser.add_argument_group("engine (what is not given, the engine decides)"))
     add("--dtype", str, "float32 or bfloat16")
     add("--quantization", str, "int8, or gguf: the codes of a GGUF are kept")
@@ -329,10 +330,10 @@ def _parser(prog: str | None, kind: type[argparse.ArgumentParser]) -> argparse.A
     add("--offload-mode", str, "stream or in_place", choices=["auto", "stream", "in_place"])
     add("--kv-offload-gib", float, "host memory for KV")
     add("--kv-offload-dtype", str, "of KV on the host; int8 is lossy", choices=["int8", "bf12"])
-    add("--num-gpu-blocks", _positive, "KV blocks on the device")
-    add("--kvcache-block-size", _positive, "tokens of a block")
-    add("--max-model-len", _positive, "most tokens of a request")
-    add("--max-num-seqs", _positive, "requests running at once")
+    add("--num-gpu-blocks", count, "KV blocks on the device")
+    add("--kvcache-block-size", count, "tokens of a block")
+    add("--max-model-len", count, "most tokens of a request")
+    add("--max-num-seqs", count, "requests running at once")
     add("--speculative", str, "auto, ngram:K, resident:K, mtp:K: guesses, same result")
     add = _adder(parser.add_argument_group("result"))
     add("--min-score", float, "exit 0 only from this score on", 100.0)
@@ -359,10 +360,3 @@ def _lengths(text: str) -> list[int]:
     if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"must be like 4096 or 1024,2048, got {text}")
     return list(dict.fromkeys(map(int, parts)))
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
