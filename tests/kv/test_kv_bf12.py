@@ -164,8 +164,10 @@ def test_the_kernel_is_the_codecs_inverse(kv_heads: int, head_dim: int) -> None:
 def test_the_kernel_compiles_for_a_gpu() -> None:
     """Its loads are of several bytes each, and nothing is spilled."""
     pytest.importorskip("triton")
-    for found in compiled_by(str(HELPER), "8,128", "80,90,120"):
-        assert not found["spilled"] and found["wide_loads"] >= 2, found
+    found = compiled_by(str(HELPER), "8,128", "80,90,120")
+    assert [each["capability"] for each in found] == [80, 90, 120]
+    for each in found:
+        assert not each["spilled"] and each["wide_loads"] >= 2, each
 
 
 def test_a_token_of_an_8b_model_takes_an_eighth_more_than_12_bits_at_most() -> None:
