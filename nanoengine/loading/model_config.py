@@ -289,6 +289,7 @@ def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
     refused = {
         "sliding_window": not architecture.windows and _has_window(content, architecture),
         "auto_map": _brings_code(content, architecture.own_code),
+        "is_causal": content.get("is_causal") is False,
     }
     for key, values in architecture.requires.items():
         refused[key] = content.get(key) not in values

@@ -439,7 +439,9 @@ ARCHITECTURES = {
         },
     ),
     "MistralForCausalLM": Architecture(
-        "Mistral 7B and Nemo", windows="every layer", defaults={"sliding_window": 4096}
+        "Mistral 7B and Nemo",
+        windows="every layer",
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
     ),
     "MixtralForCausalLM": Architecture(
         "Mixtral (8x7B, 8x22B)",
@@ -448,6 +450,7 @@ ARCHITECTURES = {
         defaults={
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
+            "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
             "sliding_window": None,
@@ -520,6 +523,7 @@ ARCHITECTURES = {
             "use_sliding_window": False,
             "num_experts": 128,
             "num_experts_per_tok": 8,
+            "num_key_value_heads": 4,
             "moe_intermediate_size": 768,
         },
     ),
@@ -570,6 +574,11 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": Architecture(
         "SmolLM3",
         reads=("no_rope_layers",),
-        defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
+        defaults={
+            "tie_word_embeddings": True,
+            "rope_theta": 2e6,
+            "num_key_value_heads": 4,
+            "use_sliding_window": False,
+        },
     ),
 }

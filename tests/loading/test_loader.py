@@ -20,7 +20,14 @@ import torch
 from checkpoints import TINY
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from nanoengine import LLM
 from nanoengine.config.model import ModelConfig, RopeConfig
@@ -563,6 +570,7 @@ def test_a_llama3_rope_needs_every_number(tmp_path: Path, missing: str) -> None:
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "multiple of KV heads"),
         ({"head_dim": 15}, "even"),
+        ({"is_causal": False}, "'is_causal' is False"),  # of embedding models; transformers obeys
     ],
 )
 def test_unsupported_settings_are_refused(
@@ -628,8 +636,25 @@ def test_defaults_of_old_checkpoints(tmp_path: Path) -> None:
         | {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}},
     )
     assert phi3.rms_norm_eps == 1e-5
-    qwen2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096}
-    assert config_of(tmp_path, qwen2).architecture == "Qwen2ForCausalLM"  # the window is not used
+    for name in ("Qwen2ForCausalLM", "SmolLM3ForCausalLM"):  # the window is not used
+        windowed = {"architectures": [name], "sliding_window": 4096}
+        assert config_of(tmp_path, windowed).windows == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("LlamaForCausalLM", LlamaConfig),
+        ("MistralForCausalLM", MistralConfig),
+        ("MixtralForCausalLM", MixtralConfig),
+        ("Qwen3MoeForCausalLM", Qwen3MoeConfig),
+        ("SmolLM3ForCausalLM", SmolLM3Config),
+    ],
+)
+def test_kv_heads_that_are_left_out(tmp_path: Path, name: str, kind: type[Any]) -> None:
+    changes = {"architectures": [name], "num_attention_heads": 32, "num_key_value_heads": None}
+    config = config_of(tmp_path, {"moe_intermediate_size": 8} | changes)
+    assert config.num_kv_heads == kind().num_key_value_heads
 
 
 @pytest.mark.parametrize(
