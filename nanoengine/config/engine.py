@@ -31,7 +31,9 @@ A_MODEL = 'a Hugging Face folder, a .gguf file, a hub id such as "Qwen/Qwen3-0.6
 _SPELLINGS = {"float32": ("fp32", "float"), "bfloat16": ("bf16",), "float16": ("fp16", "half")}
 DTYPES = {"auto": "auto"} | {n: name for name, ns in _SPELLINGS.items() for n in (name, *ns)}
 MAX_GUESSES = 64
-LEAST_SAMPLED = 32  # rows: what two texts whose forms leave one way to go on guess in a step
+# Rows whose logits any step has room for: what two texts whose forms leave one way to go on guess
+# in a step, and as many tokens of prompts as are scored at once.
+LEAST_SAMPLED = 32
 AUTO_SPECULATIVE, DEFAULT_SPECULATIVE = "ngram:8+resident:8", "resident:8"
 MAX_THREADS = 1024
 MAX_RANKS = 64

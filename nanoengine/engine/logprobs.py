@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanoengine.config.engine import LEAST_SAMPLED
 from nanoengine.devices.device import Device, Readable
 from nanoengine.sequence import ScheduledBatch, Sequence, TokenScore
 
 Likeliest = Callable[[Tensor, int], Tensor]  # models.draw.likeliest
-
-PROMPT_ROWS = 256  # logits of so many tokens of a prompt are held at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,8 @@ class TokenScorer:
             seq = item.seq
             stop = min(item.start + item.num_tokens, seq.num_prompt_tokens - 1)
             if (width := seq.request.params.prompt_logprobs) is not None:
-                for start in range(item.start, stop, PROMPT_ROWS):
-                    end = min(stop, start + PROMPT_ROWS)
+                for start in range(item.start, stop, LEAST_SAMPLED):
+                    end = min(stop, start + LEAST_SAMPLED)
                     rows = hidden[row + start - item.start : row + end - item.start]
                     following = self._device.tensor(seq.token_ids[start + 1 : end + 1], torch.int64)
                     scores = score_tokens(self._logits(rows), following, width, self._likeliest)

@@ -350,3 +350,23 @@ def test_the_logits_of_all_guesses_of_a_step_are_planned(
     profiled = made(num_gpu_blocks=None)
     profiled.close()
     assert peak <= profiled.plan.activation_bytes <= engine.plan.activation_bytes
+
+
+@needs_compiler
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "PyTorch"])
+@pytest.mark.parametrize("num_likeliest", [0, 20])
+def test_the_scores_of_a_prompt_fit_the_logits_that_are_planned(
+    num_likeliest: int, in_c: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one prompt alone, in an engine for few requests."""
+    sizes = {"vocab_size": 9000, "hidden_size": 32, "intermediate_size": 32}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | sizes | layers))
+    if not in_c:
+        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
+    engine = small_engine(tmp_path, load_format="dummy", max_num_seqs=2, speculative="off")
+    params = SamplingParams(prompt_logprobs=num_likeliest, max_tokens=1)
+    engine.add_request([7, 8, 9] * 100, params)
+    peak = peak_bytes_of(engine.step)
+    engine.close()
+    assert peak <= engine.plan.activation_bytes
