@@ -218,7 +218,7 @@ def decoding(made: LLMEngine, lengths: list[int], fill: Fill = fill_random) -> I
     try:
         yield
     finally:
-        made.scheduler.abort(seq.seq_id for seq in seqs)
+        made.scheduler.abort(seqs)
         made.step()
 
 

@@ -170,8 +170,7 @@ class BeamSearch:
             beam.seq.prompt_owner = None
 
     def _end(self, beams: list[_Beam]) -> None:
-        if beams:
-            self._engine.scheduler.abort(beam.seq.seq_id for beam in beams)
+        self._engine.scheduler.abort(beam.seq for beam in beams)
 
 
 class BeamSearches:

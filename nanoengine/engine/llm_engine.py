@@ -172,8 +172,7 @@ class LLMEngine:
         """End requests, free what they hold, and return what they had generated."""
         self.check_open()
         ids = [request_ids] if isinstance(request_ids, int) else request_ids
-        seqs = self.outputs.unfinished(ids)
-        return self.outputs.finish(self.scheduler.abort(seq.seq_id for seq in seqs))
+        return self.outputs.finish(self.scheduler.abort(self.outputs.unfinished(ids)))
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -186,7 +185,6 @@ class LLMEngine:
         of the process this does nothing: threads and memory are the first process's.
         """
         if self._runner is not None and self._home.is_here:
-            queued = [*self.scheduler.running, *self.scheduler.waiting]
-            self.scheduler.abort([seq.seq_id for seq in queued])
+            self.scheduler.abort([*self.scheduler.running, *self.scheduler.waiting])
             self._runner = self._under_way = None
             self._open_parts.close()

@@ -29,6 +29,8 @@ from nanoengine.sequence import (
     SequenceStatus,
 )
 
+LOOK_PAST = 256  # sequences that must wait, past which a step looks for others that need not
+
 
 class KVAdmission(DraftingKV, Protocol):
     """The KV manager, as far as the scheduler knows it."""
@@ -95,16 +97,13 @@ class Scheduler:
         others = (seq for seq in self.waiting if seq.seq_id not in first)
         self.waiting = deque([*first.values(), *others])
 
-    def abort(self, seq_ids: Iterable[int]) -> list[Sequence]:
-        """End the given requests wherever they are and free what they hold."""
-        wanted = set(seq_ids)
-        if not wanted:  # as of a stream that has ended: spare the queue
-            return []
-        ended = [s for s in [*self.running, *self.waiting] if s.seq_id in wanted]
+    def abort(self, seqs: Iterable[Sequence]) -> list[Sequence]:
+        """End these, unless they have ended, and free what they hold; returns those it ended."""
+        ended = [seq for seq in dict.fromkeys(seqs) if not seq.is_finished]
         for seq in ended:
             seq.finish("abort")
             self._end(seq)
-        self._drop_finished()
+        self._drop(ended)
         return ended
 
     def schedule(self) -> ScheduledBatch:
@@ -192,7 +191,7 @@ class Scheduler:
                 ended.append(item.seq)
             elif drawn and item.seq.request.pauses:
                 self._pause(item.seq)
-        self._drop_finished()
+        self._drop(ended)
         return ended
 
     def _append_tokens(self, item: ScheduledSequence, accepted: list[int], is_timed: bool) -> None:
@@ -233,7 +232,7 @@ class Scheduler:
         return resident[:num_decodes] + streamed + resident[num_decodes:]
 
     def _fail(self, failed: Mapping[int, str]) -> list[Sequence]:
-        ended = [s for s in [*self.running, *self.waiting] if s.seq_id in failed]
+        ended = [s for s in [*self.running, *self.waiting] if s.seq_id in failed] if failed else []
         for seq in ended:
             seq.fail(TransferError(failed[seq.seq_id]))
             self._end(seq)
@@ -272,15 +271,16 @@ class Scheduler:
                 self._pacer.spend(seq, cost)
 
     def _admit_waiting(self, step: _Step) -> None:
-        skipped: list[Sequence] = []
-        while self.waiting and step.tokens and len(self.running) < self._config.max_num_seqs:
+        passed: list[Sequence] = []
+        most = self._config.max_num_seqs
+        while self.waiting and step.tokens and len(self.running) < most and len(passed) < LOOK_PAST:
             seq = self.waiting.popleft()
             if seq.status is SequenceStatus.PAUSED or not self._may_start(seq, step):
-                skipped.append(seq)  # shorter ones may pass while it waits for its place
+                passed.append(seq)  # shorter ones may pass while it waits for its place
                 continue
             admission = self._kv.admit(seq)
             if admission is Admission.IN_FLIGHT:
-                skipped.append(seq)
+                passed.append(seq)
                 continue
             if admission is Admission.FULL:
                 self.waiting.appendleft(seq)
@@ -288,7 +288,7 @@ class Scheduler:
             seq.status = SequenceStatus.RUNNING
             self.running.append(seq)
             self._schedule_one(seq, step)
-        self.waiting.extendleft(reversed(skipped))
+        self.waiting.extendleft(reversed(passed))
 
     def _chunk(self, seq: Sequence, most: int) -> int:
         """Tokens for `seq` in this step. A long prefill leaves room while others wait for
@@ -337,6 +337,8 @@ class Scheduler:
         self._pacer.forget(seq)
         self._kv.deallocate(seq)
 
-    def _drop_finished(self) -> None:
+    def _drop(self, ended: list[Sequence]) -> None:
+        num_running = len(self.running)
         self.running = [s for s in self.running if not s.is_finished]
-        self.waiting = deque(s for s in self.waiting if not s.is_finished)
+        if len(ended) > num_running - len(self.running):  # the queue may be long
+            self.waiting = deque(s for s in self.waiting if not s.is_finished)

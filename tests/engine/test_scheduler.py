@@ -153,9 +153,13 @@ def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
 
 
 class CountedQueue(deque[Sequence]):
-    """Counts how many of its entries loops look at."""
+    """Counts how many of its entries are looked at."""
 
     num_looks = 0
+
+    def popleft(self) -> Sequence:
+        self.num_looks += 1
+        return super().popleft()
 
     def __iter__(self) -> Iterator[Sequence]:
         for seq in super().__iter__():
@@ -171,6 +175,22 @@ def test_a_step_does_not_look_through_the_queue_for_each_sequence(prompt: int) -
         s.add(sequence(i, prompt))
     s.schedule()
     assert s.running and queue.num_looks <= 2 * 500
+
+
+@pytest.mark.parametrize("kind", ["short", "long", "in flight"])
+def test_a_step_takes_no_longer_when_more_wait(kind: str) -> None:
+    kv = CountingKV()
+    s = scheduler(kv)
+    s.waiting = queue = CountedQueue()
+    seqs = [sequence(i, 300 if kind == "long" else 8) for i in range(5000)]
+    for seq in seqs:
+        s.add(seq)
+    kv.in_flight = set(range(1, 5000)) if kind == "in flight" else set()
+    for _ in range(3):
+        run(s)
+    s.abort(s.running[:1])
+    assert s.waiting is queue and queue.num_looks <= 1200
+    assert [*s.running, *s.waiting] == seqs[1:]
 
 
 def test_the_youngest_is_preempted_and_the_oldest_goes_on() -> None:
@@ -203,12 +223,14 @@ def test_the_budget_is_never_exceeded_and_every_step_works() -> None:
 def test_abort_frees_waiting_and_running() -> None:
     kv = CountingKV(100)
     s = scheduler(kv)
-    for i in range(3):
-        s.add(sequence(i, 60))
+    seqs = [sequence(i, 60) for i in range(3)]
+    for seq in seqs:
+        s.add(seq)
     run(s)
-    ended = s.abort([0, 2, 99])
+    ended = s.abort([seqs[0], seqs[2], seqs[0]])
     assert [seq.output.finish_reason for seq in ended] == ["abort", "abort"]
     assert kv.free == 100 and [seq.seq_id for seq in s.waiting] == [1]
+    assert not s.abort(seqs[:1])  # it has ended
 
 
 def prefilled(kv: CountingKV, link: int | None, *prompts: int) -> Scheduler:

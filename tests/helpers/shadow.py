@@ -320,7 +320,7 @@ class ShadowEngine:
 
     def abort(self, seq_id: int) -> None:
         """End a request wherever it is; what it has generated so far must be right."""
-        for seq in self.scheduler.abort([seq_id]):
+        for seq in self.scheduler.abort(s for s in self.unfinished if s.seq_id == seq_id):
             self._hashes.pop(seq.seq_id, None)
             check_answer(seq)
         self.check()

@@ -506,7 +506,7 @@ class Machine(RuleBasedStateMachine):
             with contextlib.suppress(Boom):
                 self.engine.step(fail_at=(NUM_LAYERS // 2, 0))
         self.tally["closed with copies under way"] += bool(self.engine.num_held)
-        self.engine.scheduler.abort([seq.seq_id for seq in self.engine.unfinished])
+        self.engine.scheduler.abort(self.engine.unfinished)
         self.engine.check()
         self.engine.close()
         assert self.engine.is_idle and not self.engine.kv.tables
