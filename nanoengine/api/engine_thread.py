@@ -22,6 +22,7 @@ from nanoengine.engine.output_processor import RequestState
 from nanoengine.errors import EngineClosedError, RequestError
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import StructuredOutputsParams
+from nanoengine.sequence import ScheduledBatch
 
 Answer = TypeVar("Answer")
 
@@ -37,6 +38,8 @@ class EngineThread:
         self._cause: BaseException | None = None
         self._open: dict[Mailbox, tuple[int | str, DeltaStream]] = {}
         self._by_id: dict[int | str, Mailbox] = {}
+        self._by_request: dict[int | str, Mailbox] = {}
+        self._seen: ScheduledBatch | None = None  # of the last step whose output was delivered
         ready: Future[Any] = Future()
         # A daemon: Python joins other threads before it runs the finalizer that would stop them.
         self._thread = threading.Thread(
@@ -143,7 +146,7 @@ class EngineThread:
         stream = open_stream(llm)
         shown = stream.request.request_id if request_id is None else request_id
         self._open[mailbox] = shown, stream
-        self._by_id[shown] = mailbox
+        self._by_id[shown] = self._by_request[stream.request.request_id] = mailbox
         return shown, stream.request
 
     def abort(self, request_id: int | str, llm: LLM) -> None:
@@ -164,7 +167,7 @@ class EngineThread:
     def _forget(self, mailbox: Mailbox) -> DeltaStream:
         """Remove an open request; returns its stream."""
         shown, stream = self._open.pop(mailbox)
-        del self._by_id[shown]
+        del self._by_id[shown], self._by_request[stream.request.request_id]
         return stream
 
     # -- the thread itself
@@ -211,9 +214,18 @@ class EngineThread:
                 self._step(llm)
 
     def _step(self, llm: LLM) -> None:
-        ended = {output.request_id: output for output in llm.llm_engine.step()}
+        """Step, and deliver what is new. There may be many requests that wait: they are looked at
+        only where others have stepped the engine, or it has nothing to do.
+        """
+        engine = llm.llm_engine
+        is_all = engine.batch is not self._seen or not engine.has_unfinished_requests
+        ended = {output.request_id: output for output in engine.step()}
+        self._seen = engine.batch
+        stepped = ((item.seq.prompt_owner or item.seq).seq_id for item in engine.batch.items)
+        found = map(self._by_request.get, dict.fromkeys([*stepped, *ended]))
         woken = []
-        for mailbox, (_, stream) in list(self._open.items()):
+        for mailbox in [*self._open] if is_all else [*filter(None, found)]:
+            _, stream = self._open[mailbox]
             output = ended.get(stream.request.request_id)
             if output is None and stream.request.has_ended:  # in a step of a posted function
                 output = stream.request.output()

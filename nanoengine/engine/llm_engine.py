@@ -29,7 +29,7 @@ from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.loading.model_cache import in_use
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import ScheduledBatch, Sequence
 from nanoengine.startup.memory_plan import plan_memory
 from nanoengine.startup.parts import make_engine_device, step_padding
 from nanoengine.startup.plan import MemoryPlan
@@ -40,7 +40,7 @@ class LLMEngine:
     """Loads a model and runs requests over it, a step at a time.
 
     inputs makes the sequences of requests, outputs their results. runs_ahead: begin a step before
-    the tokens of the one before are read, as a GPU can.
+    the tokens of the one before are read, as a GPU can. batch: of the last step.
     """
 
     @shows_settings
@@ -57,6 +57,7 @@ class LLMEngine:
             self._open_parts = started.pop_all()
         self.runs_ahead = self.device.computes_later and not self.device.is_checked
         self._under_way: StepTokens | None = None
+        self.batch = ScheduledBatch(())
 
     def _make_parts(self, ranks: Ranks, started: ExitStack) -> None:
         """Load the model, divide the memory, make the parts; `started` closes them."""
@@ -160,13 +161,13 @@ class LLMEngine:
             self._under_way = step
         ahead = scheduler.schedule_ahead(step.batch) if self.runs_ahead else None
         self._under_way = runner.launch(ahead, step) if ahead else None
-        batch, token_ids, next_guesses = step.read()
-        step.scores.append_to_sequences(batch, token_ids)
-        failed = self.kv.take_failures(batch)
-        ended = scheduler.postprocess(batch, token_ids, failed, next_guesses)
+        self.batch, token_ids, next_guesses = step.read()
+        step.scores.append_to_sequences(self.batch, token_ids)
+        failed = self.kv.take_failures(self.batch)
+        ended = scheduler.postprocess(self.batch, token_ids, failed, next_guesses)
         if not scheduler.running:
             self._under_way = None  # no sequence is left that wants its tokens
-        return self.outputs.finish(ended, batch.num_tokens)
+        return self.outputs.finish(ended, self.batch.num_tokens)
 
     def abort(self, request_ids: int | Iterable[int]) -> list[RequestOutput]:
         """End requests, free what they hold, and return what they had generated."""

@@ -25,8 +25,11 @@ from nanoengine import (
     PromptTooLongError,
     RequestOutput,
     SamplingParams,
+    StreamDelta,
 )
+from nanoengine.api.engine_thread import EngineThread
 from nanoengine.engine import completion
+from nanoengine.engine.output_processor import RequestState
 from nanoengine.errors import EngineClosedError, ModelNotFoundError, RequestError, TransferError
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -321,6 +324,31 @@ def test_abort_ends_one_request_with_an_output(shared: AsyncLLM, plain: LLM) -> 
     same(other, plain.generate("other", LONG, use_tqdm=False)[0])
 
 
+def test_a_step_looks_at_no_request_that_waits(
+    shared: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, steps = [0], [0]
+    new_deltas, step = RequestState.new_deltas, EngineThread._step
+
+    def counted(state: RequestState) -> list[StreamDelta]:
+        looks[0] += 1
+        return new_deltas(state)
+
+    def counted_step(thread: EngineThread, llm: LLM) -> None:
+        steps[0] += 1
+        step(thread, llm)
+
+    async def work() -> None:
+        tasks = [asyncio.create_task(last(shared, [1, 2 + i % 200], GREEDY)) for i in range(400)]
+        await asyncio.sleep(0)
+        monkeypatch.setattr(RequestState, "new_deltas", counted)
+        monkeypatch.setattr(EngineThread, "_step", counted_step)
+        await asyncio.gather(*tasks)
+
+    run(work())
+    assert steps[0] > 50 and looks[0] <= 80 * steps[0]  # 64 run
+
+
 async def cancelled(llm: AsyncLLM) -> None:
     started = asyncio.Event()
 
@@ -379,14 +407,14 @@ def test_a_caller_that_leaves_ends_its_request(
 def test_requests_that_are_left_at_the_same_time_are_looked_for_once(
     shared: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[list[int]] = []
+    calls: list[list[Any]] = []
 
     async def work() -> None:
         scheduler = await shared.call(lambda llm: llm.llm_engine.scheduler)
         abort, go_on = scheduler.abort, threading.Event()
 
-        def counted(ids: Any) -> Any:
-            calls.append([*ids])
+        def counted(seqs: Any) -> Any:
+            calls.append([*seqs])
             return abort(calls[-1])
 
         streams = await asyncio.gather(*(shared.stream([1, 2, i], LONG) for i in range(20)))
@@ -400,7 +428,7 @@ def test_requests_that_are_left_at_the_same_time_are_looked_for_once(
         await assert_idle(shared)
 
     run(work())
-    assert [len(ids) for ids in calls if ids] == [20]
+    assert [len(seqs) for seqs in calls if seqs] == [20]
 
 
 def test_a_caller_that_lags_gets_the_newest_and_holds_up_nobody(
