@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -147,11 +147,12 @@ class AsyncLLM:
         except RequestError as error:
             raise without_our_lines(error) from error.__cause__
 
-    async def abort(self, request_id: int | str) -> None:
-        """End a request and free its memory; its generator yields one last output with
-        finish_reason "abort". An unknown id is not an error.
+    async def abort(self, request_id: int | str | Iterable[int | str]) -> None:
+        """End a request, or several, and free their memory; each generator yields one last output
+        with finish_reason "abort". An unknown id is not an error.
         """
-        await self.call(partial(self._engine.abort, request_id))
+        ids = [request_id] if isinstance(request_id, int | str) else [*request_id]
+        await self.call(partial(self._engine.abort, ids))
 
     async def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; any thread may use it."""

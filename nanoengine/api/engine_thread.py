@@ -149,13 +149,12 @@ class EngineThread:
         self._by_id[shown] = self._by_request[stream.request.request_id] = mailbox
         return shown, stream.request
 
-    def abort(self, request_id: int | str, llm: LLM) -> None:
-        """End a request and tell its caller."""
-        mailbox = self._by_id.get(request_id)
-        if mailbox is not None:
-            _, stream = self._open[mailbox]
-            for output in llm.llm_engine.abort(stream.request.request_id):
-                self._wake([mailbox] if self._deliver(mailbox, output) else [])
+    def abort(self, request_ids: Iterable[int | str], llm: LLM) -> None:
+        """End requests and tell their callers."""
+        known = filter(None, map(self._by_id.get, request_ids))
+        boxes = {self._open[mailbox][1].request.request_id: mailbox for mailbox in known}
+        ended = [(boxes[int(o.request_id)], o) for o in llm.llm_engine.abort(boxes)]
+        self._wake([mailbox for mailbox, output in ended if self._deliver(mailbox, output)])
 
     def _end_left(self, left: list[Mailbox], llm: LLM) -> None:
         """End those of these requests that are open, all at once, and empty the list."""

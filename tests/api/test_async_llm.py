@@ -324,6 +324,20 @@ def test_abort_ends_one_request_with_an_output(shared: AsyncLLM, plain: LLM) -> 
     same(other, plain.generate("other", LONG, use_tqdm=False)[0])
 
 
+def test_several_are_aborted_at_once(shared: AsyncLLM) -> None:
+    async def work() -> list[RequestOutput]:
+        names = [str(i) for i in range(5)]
+        tasks = [asyncio.create_task(last(shared, name, LONG, request_id=name)) for name in names]
+        while len((await shared.block_map()).requests) < 5:
+            await asyncio.sleep(0.01)
+        await shared.abort(name for name in [*names[:4], "1", "nobody"])
+        ended = await asyncio.gather(*tasks[:4])
+        await shared.abort(["4"])
+        return [*ended, await tasks[4]]
+
+    assert {output.outputs[0].finish_reason for output in run(work())} == {"abort"}
+
+
 def test_a_step_looks_at_no_request_that_waits(
     shared: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
