@@ -202,7 +202,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     ),
     "27 images and text": (
         lambda b: LLM(
-            b.folder("vl", config={"architectures": ["Qwen3VLForConditionalGeneration"]})
+            b.folder("vl", config={"architectures": ["Qwen2VLForConditionalGeneration"]})
         ),
         ("images", "only text models", "google/gemma-3-1b-it"),
     ),
