@@ -182,10 +182,12 @@ def _kv_spec(
     spec = replace(spec, ring_slots=ring_slots, slot_blocks=slot_blocks)
     _check_asked(config, spec, device, activations)
     spec = replace(spec, num_blocks=_device_blocks(config, model, spec, device, activations))
-    spec = replace(spec, num_snapshots=_num_snapshots(config, spec, device))
+    host_bytes = _host_bytes(config, spec, device, activations)
+    on_device = activations + spec.fixed_bytes + spec.num_blocks * spec.block_bytes
+    left = _host_room(device, on_device) - host_bytes
+    spec = replace(spec, num_snapshots=_num_snapshots(config, spec, device, left))
     if not config.enable_cpu_offload:
         return spec
-    host_bytes = _host_bytes(config, spec, device, activations)
     num_host_blocks = host_bytes // spec.host_block_bytes
     if not num_host_blocks:
         raise OutOfMemoryError(
@@ -212,12 +214,14 @@ def _with_states(spec: KVSpec, room: int) -> KVSpec:
     return replace(spec, num_states=max(1, min(spec.num_states, num_states)))
 
 
-def _num_snapshots(config: EngineConfig, spec: KVSpec, device: Memory) -> int:
-    """Snapshots of recurrent states that SNAPSHOT_BYTES hold, or a sixteenth of the host memory."""
+def _num_snapshots(config: EngineConfig, spec: KVSpec, device: Memory, left: int) -> int:
+    """Snapshots of recurrent states that SNAPSHOT_BYTES hold, or a sixteenth of the host memory, or
+    the `left` bytes of it, if that is less.
+    """
     if spec.delta is None or not config.enable_prefix_caching:
         return 0
     most = SNAPSHOT_BYTES // config.tensor_parallel_size
-    return min(most, device.host_memory() // 16) // spec.bytes_of_a_state
+    return max(0, min(most, device.host_memory() // 16, left)) // spec.bytes_of_a_state
 
 
 def _check_asked(config: EngineConfig, spec: KVSpec, device: Memory, activations: int) -> None:
@@ -283,6 +287,8 @@ def _host_room(device: Memory, on_device: int) -> int:
 
 
 def _host_bytes(config: EngineConfig, spec: KVSpec, device: Memory, activations: int) -> int:
+    if not config.enable_cpu_offload:
+        return 0
     if config.kv_offload_gib is not None:
         return _asked_on_host(config)
     on_device = activations + spec.fixed_bytes + spec.num_blocks * spec.block_bytes

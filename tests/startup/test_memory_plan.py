@@ -23,6 +23,7 @@ from nanoengine.devices.cpu import CpuDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.speculative import PromptLookup
 from nanoengine.errors import ConfigError, OutOfMemoryError
+from nanoengine.loading.model_config import read_model_config
 from nanoengine.startup import parts
 from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, plan_memory
 from nanoengine.startup.plan import MemoryPlan
@@ -236,6 +237,25 @@ def test_a_notebook_draws_the_plan_and_runs_nothing_of_a_name() -> None:
 def test_on_a_gpu_the_tiers_do_not_share_their_memory() -> None:
     found = plan(gpu(20, 8), **OFFLOAD, kv_cache_gib=18, kv_offload_gib=8).kv
     assert (found.num_blocks, found.num_host_blocks) == (18 * 512, 8 * 512)
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings", "most"),
+    [
+        (gpu(8, 4), OFFLOAD, 1 / 4),
+        (gpu(8, 4), OFFLOAD | {"kv_offload_gib": 3.9}, 0.1),
+        (gpu(8, 4), OFFLOAD | {"kv_offload_gib": 4}, 0),
+        (cpu(4), {"num_gpu_blocks": 4}, 1 / 4),
+        (cpu(64), {"num_gpu_blocks": 4}, 2),
+    ],
+)
+def test_snapshots_of_states_take_no_more_than_is_left(
+    tmp_path: Path, machine: Machine, settings: dict[str, Any], most: float
+) -> None:
+    """Of the host's memory, in GiB; all of it, if they may have so much."""
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    kv = plan(machine, read_model_config(tmp_path), **settings).kv
+    assert kv.num_snapshots == int(most * GIB) // kv.bytes_of_a_state
 
 
 def test_on_a_cpu_what_is_planned_gives_way_to_what_is_asked_for() -> None:
