@@ -13,6 +13,7 @@ from typing import Any
 
 from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta, TokenLogprobs
 from nanoengine.text.answer_pieces import Kind, Piece
+from nanoengine.text.byte_tokens import REPLACEMENT
 
 LOWEST = -9999.0  # JSON has no infinity; OpenAI's number for a token that is very unlikely
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -79,12 +80,18 @@ class ContentLogprobs:
 
     def _length(self, text: str) -> int:
         """How many characters a token has in the answer: none if it is not shown there, one less
-        if the answer begins without its space.
+        if the answer begins without its space. Before it a broken character may have ended, of
+        which the answer shows as many signs as it had bytes, or fewer.
         """
-        shown = self._text[self._at : self._at + len(text)]
-        if not self._at and text[:1] == " " != shown[:1]:
+        begin = self._at
+        if text.startswith(REPLACEMENT):
+            text = text.lstrip(REPLACEMENT)
+            while self._text.startswith(REPLACEMENT, begin):
+                begin += 1
+        shown = self._text[begin : begin + len(text)]
+        if not begin and text[:1] == " " != shown[:1]:
             text = text[1:]
-        return len(text) if text.startswith(shown[: len(text)]) else 0
+        return begin - self._at + (len(text) if text.startswith(shown[: len(text)]) else 0)
 
 
 class CompletionLogprobs:

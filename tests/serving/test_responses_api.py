@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -192,6 +193,17 @@ def test_tokens_that_are_not_shown_as_they_are_move_no_others() -> None:
     scores.add(CompletionOutput(0, "ab c", [*range(len(tokens))], "stop"), entries)
     found = [scores.between(start, end) for start, end in ((0, 1), (1, 2), (3, 4))]
     assert found == [entries[:2], entries[2:4], entries[4:]]
+
+
+def test_each_byte_of_a_broken_character_may_be_shown() -> None:
+    """As vocabularies with tokens of single bytes do. Those of several show one for all."""
+    tokens = [b"t", b"\xe2", b"\x82", b"a", b"\x82", b"b"]
+    entries = [{"token": number} for number in range(len(tokens))]
+    for text, ends in (("t\ufffd\ufffda\ufffdb", (0, 1, 4, 6)), ("t\ufffda\ufffdb", (0, 1, 3, 5))):
+        scores = ContentLogprobs(tokens.__getitem__)
+        scores.add(CompletionOutput(0, text, [*range(len(tokens))], "stop"), entries)
+        found = [scores.between(*each) for each in pairwise(ends)]
+        assert found == [entries[:1], entries[1:4], entries[4:]]
 
 
 def test_tokens_that_are_not_shown_are_not_taken_for_text_that_begins_like_them() -> None:
