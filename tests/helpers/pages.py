@@ -113,8 +113,8 @@ Names of [other engines](parameters.md) are told what they are here. `null` is n
   tokens, the first of which has none; `"max_tokens": 0` asks for the prompt's alone. Such a prompt
   is computed as a whole, also where its KV is cached. Where several texts would repeat more than
   64 Mi characters of prompts and their log-probabilities, the request is refused.
-- `stream_options` has `include_usage` and vLLM's `continuous_usage_stats`. A chunk may have several
-  tokens: those that came since the last one.
+- `stream_options` has `include_usage` and vLLM's `continuous_usage_stats`, which here counts all
+  choices. A chunk may have several tokens: those that came since the last one.
 - `cache_salt` keeps the cached KV of users apart who must not learn of each other's prompts by
   the time that theirs take.
 - `developer` is another name of the role `system`. Of a content in parts, only texts are read.

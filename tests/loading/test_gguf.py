@@ -415,7 +415,7 @@ def test_without_a_tokenizer_type_list_end_tokens_are_special(
             "bert",
             "tokenizer model 'bert' is not supported; supported: gemma4, gpt2, llama",
         ),
-        (X),
+        ("tokenizer.ggml.pre", "bloom", "'bloom'"),
         ("tokenizer.ggml.pre", None, "'default'"),
     ],
 )
