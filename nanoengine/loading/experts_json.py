@@ -17,7 +17,8 @@ from nanoengine.config.model import ExpertsConfig, ModelConfig
 from nanoengine.errors import CorruptModelError, shown
 from nanoengine.loading.checkpoint import ALL_ROWS, CheckpointReader, Part, Rows
 from nanoengine.loading.mxfp4 import GROUP, PACKED_BYTES
-from nanoengine.models.architectures import ARCHITECTURES, ExpertNames
+from nanoengine.models.architecture import ExpertNames
+from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import CheckedJson
 
 MAX_EXPERTS = 10_000

@@ -26,7 +26,7 @@ from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.mtp_names import check_has_mtp, mtp_parts, with_mtp
 from nanoengine.loading.packed_ints import PackedReader, packed_format
 from nanoengine.loading.wrappers import about_others, text_config
-from nanoengine.models.architectures import CHOICE_BIAS
+from nanoengine.models.architecture import CHOICE_BIAS
 from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.make_codes import ENDS, becomes_codes, make_codes

@@ -33,7 +33,8 @@ from nanoengine.loading.refused import (
 )
 from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
 from nanoengine.loading.wrappers import WRAPPERS, text_config
-from nanoengine.models.architectures import ARCHITECTURES, OUT_IS_TILED, Architecture
+from nanoengine.models.architecture import Architecture
+from nanoengine.models.architectures import ARCHITECTURES, OUT_IS_TILED
 from nanoengine.text.checked_json import (
     CheckedJson,
     has_file,

@@ -10,7 +10,8 @@ from dataclasses import replace
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, WeightMismatchError
 from nanoengine.loading.checkpoint import CheckpointReader, Part
-from nanoengine.models.architectures import ARCHITECTURES, MTP_JOIN, MTP_NORMS
+from nanoengine.models.architecture import MTP_JOIN, MTP_NORMS
+from nanoengine.models.architectures import ARCHITECTURES
 
 # Qwen's names of what is beside the layer.
 _QWEN = {

@@ -11,13 +11,8 @@ import torch
 from torch import Tensor
 
 from nanoengine.config.model import DeltaConfig, ExpertsConfig, ModelConfig, RopeConfig
-from nanoengine.models.architectures import (
-    ARCHITECTURES,
-    CHOICE_BIAS,
-    MTP_JOIN,
-    MTP_NORMS,
-    ExpertNames,
-)
+from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
+from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.delta_net import DeltaNet, flat_projections
 from nanoengine.models.expert_layer import make_mixture
 from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights

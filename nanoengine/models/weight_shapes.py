@@ -6,13 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 
 from nanoengine.config.model import ExpertsConfig, LatentConfig, ModelConfig
-from nanoengine.models.architectures import (
-    ARCHITECTURES,
-    CHOICE_BIAS,
-    MTP_JOIN,
-    MTP_NORMS,
-    ExpertNames,
-)
+from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
+from nanoengine.models.architectures import ARCHITECTURES
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -20,14 +20,8 @@ from torch import Tensor
 
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
-from nanoengine.models.architectures import (
-    ARCHITECTURES,
-    CHOICE_BIAS,
-    MTP_JOIN,
-    MTP_NORMS,
-    OUT_IS_TILED,
-    ExpertNames,
-)
+from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
+from nanoengine.models.architectures import ARCHITECTURES, OUT_IS_TILED
 
 Order = npt.NDArray[np.intp]
 Config = Mapping[str, Any]  # the content of config.json

@@ -1,0 +1,126 @@
+"""What an architecture is, a row of ARCHITECTURES: its differences from Llama, and names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CHOICE_BIAS = "e_score_correction_bias"  # of a router; stays in float32
+# Of the head for multi-token prediction: the norms of the embedding, of what the model gave and
+# before the output head; and the product that joins the first two.
+MTP_NORMS = ("enorm", "hnorm", "shared_head.norm")
+MTP_JOIN = "eh_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """The names of a layer's norms in a checkpoint; "": no norm at this place."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What config.json and a checkpoint say of an architecture's experts.
+
+    inner_size: the key of an expert's intermediate size. renormalises: ExpertsConfig's; None: the
+    key `norm_topk_prob` says it. block, router, parts: where a checkpoint has the experts, and its
+    names of the router, and of gate, up and down. has_bias: ExpertsConfig's. is_turned: a tensor
+    for all experts is [experts, inputs, outputs], and gate and up take turns. scoring: as in
+    ExpertsConfig; has_choice_bias: whether scores have a bias for the choice alone. group_best:
+    ExpertsConfig's; 0: there are no groups. group_method: with which `topk_method` there are; "":
+    with any. shared: the name of the expert that all tokens go to; "": none. has_shared_gate:
+    whether that has a gate. top_k: the key of experts a token. switch: the key that says whether
+    there are any; "": there are. beside: if the experts' sum is added to what a feed-forward gives,
+    the norms after this, before the experts and after them; then the router has a norm and scales
+    of its own.
+    """
+
+    inner_size: str = "moe_intermediate_size"
+    renormalises: bool | None = None
+    block: str = "mlp"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    has_bias: bool = False
+    is_turned: bool = False
+    scoring: str = "softmax"
+    has_choice_bias: bool = False
+    group_best: int = 0
+    group_method: str = ""
+    shared: str = ""
+    has_shared_gate: bool = False
+    top_k: str = "num_experts_per_tok"
+    switch: str = ""
+    beside: tuple[str, str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How a decoder differs from Llama's.
+
+    models: what models of this architecture are called.
+    norm_offset: RMSNorm adds this to its weight, and is in fp32 throughout; None: neither.
+    qk_norm: RMSNorm of q and k before the rotation: over each "head", or over "all heads" at once.
+    v_norm: RMSNorm of each head of v, without a weight.
+    qkv_bias: q, k and v have a bias even if config.json has no key for it. out_bias: the bias that
+    config.json has a key for is also of the output.
+    is_fused: a checkpoint has one tensor for q, k and v, and one for gate and up.
+    activation: of the gate; a key of torch_ops.GATED.
+    mtp: how a checkpoint names the head for multi-token prediction that it may hold: "mtp", in
+    names that begin so; "layer", as one more layer, as all are in a GGUF; "": it holds none.
+    scales_embeddings: embeddings are multiplied by the root of hidden_size.
+    output_gate: q_proj gives a gate for each head beside its query; what a head attends to is
+    multiplied by the gate's sigmoid.
+    recurrent: the projections of layers with a gated delta rule, if it has such layers; config.json
+    says which ones.
+    windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
+    or "pattern"; "": a window is refused.
+    ropes_by_kind: layers with a window have a rotation of their own.
+    shapes_by_layer: heads may differ from layer to layer, and layers may share keys and values; see
+    loading/layer_shapes.py.
+    layer_inputs: each layer may get a vector of each token id beside the residual stream.
+    layer_scalar: what a layer gives is multiplied by a number of the checkpoint.
+    scales_queries: config.json's RoPE may have a factor of queries, RopeConfig's query_beta.
+    sinks: each head has an attention sink, see AttentionBackend.run.
+    latent: keys and values come from one vector of each token, see LatentConfig.
+    experts: of some layers or all; None: none.
+    quantizations: values of `quant_method` whose weights are read.
+    reads: the keys of config.json that this architecture reads and others do not.
+    requires: keys of config.json, each with the values that are supported.
+    defaults: transformers' values for missing keys of config.json, where they differ from Llama's.
+    own_code: classes in checkpoints' own code that are the same as those in transformers.
+    """
+
+    models: str
+    norms: NormNames = NormNames()
+    norm_offset: float | None = None
+    qk_norm: str = ""
+    v_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = True
+    is_fused: bool = False
+    activation: str = "silu"
+    mtp: str = ""
+    scales_embeddings: bool = False
+    output_gate: bool = False
+    recurrent: tuple[str, ...] = ()
+    windows: str = ""
+    ropes_by_kind: bool = False
+    shapes_by_layer: bool = False
+    layer_inputs: bool = False
+    layer_scalar: bool = False
+    scales_queries: bool = False
+    sinks: bool = False
+    latent: bool = False
+    experts: ExpertNames | None = None
+    quantizations: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    requires: Mapping[str, tuple[Any, ...]] = field(
+        default_factory=lambda: {"hidden_act": (None, "silu", "swish")}
+    )
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    own_code: tuple[str, ...] = ()
