@@ -28,7 +28,8 @@ from nanoengine.config.engine import GIB
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.checkpoint import DTYPES
 from nanoengine.loading.gguf.metadata import Metadata
-from nanoengine.loading.gguf.settings import ROPE_TENSORS, check_supported, model_config
+from nanoengine.loading.gguf.rope_scaling import ROPE_TENSORS
+from nanoengine.loading.gguf.settings import check_supported, model_config
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.gguf.tensors import TILED, GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.gguf.gemma4 import gemma4_settings
-from nanoengine.loading.gguf.latent import latent_settings, score_factors
+from nanoengine.loading.gguf.latent import latent_settings
 from nanoengine.loading.gguf.metadata import Metadata
+from nanoengine.loading.gguf.rope_scaling import (
+    ROPE_FREQS,
+    TEMPERATURE,
+    original_length,
+    rope_scaling,
+)
 from nanoengine.loading.layer_kinds import FULL, RECURRENT, SLIDING
 from nanoengine.loading.refused import about_architecture
-from nanoengine.models.rope import yarn_attention_factor
 
 ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM",  # DeepSeek-V3 and GLM 4.7 Flash, too
@@ -73,11 +75,6 @@ REFUSED_KEYS = (
     "embedding_scale",
     "residual_scale",
 )
-QUERY_BETA = "attention.temperature_scale"  # and of RoPE: yarn_log_multiplier
-WITH_LOG_MULTIPLIER = ("deepseek2", "mistral3")
-_ROPE_FREQS = "rope_freqs.weight"
-_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-ROPE_TENSORS = frozenset({_ROPE_FREQS, _LONG_FACTORS, _SHORT_FACTORS})
 
 
 def check_supported(metadata: Metadata) -> None:
@@ -90,7 +87,7 @@ def check_supported(metadata: Metadata) -> None:
         about = about_architecture(f"{architecture}-moe")
         raise UnsupportedModelError(f"{metadata.path}: {experts!r} is set: {about}")
     scaled = () if architecture in SCALED_EXPERTS else ("expert_weights_scale",)
-    tempered = () if architecture == "mistral3" else (QUERY_BETA,)
+    tempered = () if architecture == "mistral3" else (TEMPERATURE,)
     for key in (*REFUSED_KEYS, *scaled, *tempered):
         full_key = f"{architecture}.{key}"
         if metadata.has(full_key) and metadata.get(full_key, float):
@@ -154,7 +151,7 @@ def _layer_settings(
 ) -> dict[str, Any]:
     """The sizes of a layer and its RoPE, as far as all layers have the same."""
     if metadata.architecture == "gemma4":
-        return gemma4_settings(metadata, stored, stored.get(_ROPE_FREQS))
+        return gemma4_settings(metadata, stored, stored.get(ROPE_FREQS))
     theta = metadata.real("rope.freq_base", 10000.0)
     # Of a model whose layers all have experts, it is of no layer.
     inner_size = None
@@ -165,7 +162,7 @@ def _layer_settings(
         "num_key_value_heads": metadata.number("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(metadata, stored, theta, head_dim),
+        "rope_scaling": rope_scaling(metadata, stored, theta, head_dim),
     }
     if metadata.architecture == "deepseek2":
         settings |= latent_settings(metadata, num_heads)
@@ -198,7 +195,7 @@ def turned_part(turned: int, head_dim: int) -> float:
 
 def _phi3_settings(metadata: Metadata) -> dict[str, Any]:
     return {
-        "original_max_position_embeddings": _original_length(metadata),
+        "original_max_position_embeddings": original_length(metadata),
         "sliding_window": _window(metadata),
     }
 
@@ -345,105 +342,3 @@ def _window(metadata: Metadata) -> int | None:
     """None without one. One that no text is longer than is none; 0 says that there is none."""
     window = int(metadata.get(f"{metadata.architecture}.attention.sliding_window", int, 0))
     return window if 0 < window < metadata.number("context_length") else None
-
-
-def _original_length(metadata: Metadata) -> int:
-    length = metadata.number("context_length")
-    return metadata.number("rope.scaling.original_context_length", length)
-
-
-def _rope_scaling(
-    metadata: Metadata, stored: Mapping[str, Any], theta: float, head_dim: int
-) -> dict[str, Any] | None:
-    kind = metadata.get(f"{metadata.architecture}.rope.scaling.type", str, "none")
-    attention_factor = metadata.real("rope.scaling.attn_factor", 1.0)
-    has_multiplier = metadata.architecture in WITH_LOG_MULTIPLIER
-    refused = () if has_multiplier else ("rope.scaling.yarn_log_multiplier",)
-    for key in ("rope.scaling.yarn_ext_factor", *refused):
-        if metadata.has(f"{metadata.architecture}.{key}"):
-            raise UnsupportedModelError(f"{metadata.path}: {key!r} is set and not supported")
-    given = stored.keys() & ROPE_TENSORS
-    if kind in ("none", "longrope") and given == {_LONG_FACTORS, _SHORT_FACTORS}:
-        return {
-            "rope_type": "longrope",
-            "long_factor": _factors(stored[_LONG_FACTORS]),
-            "short_factor": _factors(stored[_SHORT_FACTORS]),
-            "attention_factor": attention_factor,
-            "original_max_position_embeddings": _original_length(metadata),
-        }
-    if kind == "yarn" and not given and (attention_factor == 1.0 or not has_multiplier):
-        return _yarn_scaling(metadata, attention_factor)
-    if attention_factor == 1.0 and not metadata.real(QUERY_BETA, 0.0):
-        if kind == "none" and given == {_ROPE_FREQS}:
-            return _llama3_scaling(metadata.path, stored[_ROPE_FREQS], theta, head_dim)
-        if kind == "none" and not given:
-            return None
-        if kind == "linear" and not given:
-            return {"rope_type": "linear", "factor": metadata.real("rope.scaling.factor")}
-    raise UnsupportedModelError(
-        f"{metadata.path}: RoPE scaling {kind!r} with attention factor {attention_factor} and "
-        f"tensors {sorted(given)} is not supported; supported: none, linear, llama3, yarn, longrope"
-    )
-
-
-def _factors(stored: Any) -> list[float]:
-    return [float(str(value)) for value in np.array(stored.data, dtype=np.float32).reshape(-1)]
-
-
-def _yarn_scaling(metadata: Metadata, attention_factor: float) -> dict[str, Any]:
-    """llama.cpp multiplies YaRN's own attention factor with the one in the file."""
-    factor = metadata.real("rope.scaling.factor")
-    # No key says that gpt-oss was trained with a ramp between whole pairs.
-    exact = {"truncate": False} if metadata.architecture == "gpt-oss" else {}
-    factors = {"attention_factor": yarn_attention_factor(factor) * attention_factor}
-    if metadata.architecture == "deepseek2":
-        factors = score_factors(metadata)
-    if metadata.architecture == "mistral3":
-        factors |= _mistral_factors(metadata)
-    return (
-        exact
-        | factors
-        | {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": _original_length(metadata),
-            "beta_fast": metadata.real("rope.scaling.yarn_beta_fast", 32.0),
-            "beta_slow": metadata.real("rope.scaling.yarn_beta_slow", 1.0),
-        }
-    )
-
-
-def _mistral_factors(metadata: Metadata) -> dict[str, Any]:
-    """Keys of Ministral 3's YaRN scaling: of the rotation, and of queries."""
-    length = _original_length(metadata)
-    if metadata.number("attention.temperature_length", length) != length:
-        raise UnsupportedModelError(
-            f"{metadata.path}: 'mistral3.attention.temperature_length' is not the {length} of "
-            "'mistral3.rope.scaling.original_context_length', which is not supported"
-        )
-    factors: dict[str, Any] = {"llama_4_scaling_beta": metadata.real(QUERY_BETA, 0.0)}
-    multiplier = metadata.real("rope.scaling.yarn_log_multiplier", 0.0)
-    if multiplier:
-        factors |= {"attention_factor": None, "mscale": 1.0, "mscale_all_dim": multiplier}
-    return factors
-
-
-def _llama3_scaling(path: Path, freqs: Any, theta: float, head_dim: int) -> dict[str, Any]:
-    """llama.cpp stores Llama 3's rule as one divisor per frequency; find the rule they come
-    from."""
-    divisors = np.array(freqs.data, dtype=np.float64).reshape(-1)
-    factor = float(divisors.max())
-    low, high, original = 1.0, 4.0, 8192  # the same in every Llama 3
-    # [head_dim / 2]: 1 for short waves, `factor` for long ones, blended between.
-    turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
-    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    expected = 1.0 / ((1.0 - blend) / factor + blend)
-    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
-        raise UnsupportedModelError(f"{path}: {_ROPE_FREQS!r} does not follow Llama 3's rule")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
