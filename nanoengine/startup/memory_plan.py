@@ -182,10 +182,10 @@ def _kv_spec(
     spec = replace(spec, ring_slots=ring_slots, slot_blocks=slot_blocks)
     _check_asked(config, spec, device, activations)
     spec = replace(spec, num_blocks=_device_blocks(config, model, spec, device, activations))
-    host_bytes = _host_bytes(config, spec, device, activations)
     on_device = activations + spec.fixed_bytes + spec.num_blocks * spec.block_bytes
-    left = _host_room(device, on_device) - host_bytes
-    spec = replace(spec, num_snapshots=_num_snapshots(config, spec, device, left))
+    room = _host_room(device, on_device)
+    host_bytes = _host_bytes(config, device, room)
+    spec = replace(spec, num_snapshots=_num_snapshots(config, spec, device, room - host_bytes))
     if not config.enable_cpu_offload:
         return spec
     num_host_blocks = host_bytes // spec.host_block_bytes
@@ -286,14 +286,14 @@ def _host_room(device: Memory, on_device: int) -> int:
     return max(0, device.host_memory() - (on_device if device.name == "cpu" else 0))
 
 
-def _host_bytes(config: EngineConfig, spec: KVSpec, device: Memory, activations: int) -> int:
+def _host_bytes(config: EngineConfig, device: Memory, room: int) -> int:
+    """Of KV on the host, which has `room` for it."""
     if not config.enable_cpu_offload:
         return 0
     if config.kv_offload_gib is not None:
         return _asked_on_host(config)
-    on_device = activations + spec.fixed_bytes + spec.num_blocks * spec.block_bytes
     quarter, ranks = device.host_memory() // 4, config.tensor_parallel_size
-    return min(DEFAULT_HOST_KV_BYTES // ranks, quarter, _host_room(device, on_device))
+    return min(DEFAULT_HOST_KV_BYTES // ranks, quarter, room)
 
 
 def _device_blocks(
