@@ -12,28 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, assert_tiers_agree, host_gib
+from driver import assert_tiers_agree
 from marks import needs_compiler
 from replays import watch_replays
+from tiers import LAYOUTS, run
 from transformers import Ministral3Config
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
-from nanoengine import SamplingParams
 from nanoengine.config.model import RopeConfig
-from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.rope import query_factors
-
-PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 70))]
-PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-BLOCK = 8
-OFFLOAD = {"enable_cpu_offload": True, "num_gpu_blocks": 18, "stream_mib_per_step": 1e6}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "resident": {"num_gpu_blocks": 100},
-    "in place": OFFLOAD | {"offload_mode": "in_place"},
-    "stream": OFFLOAD | {"offload_mode": "stream", "slot_tokens": 2 * BLOCK, "ring_slots": 2},
-}
 
 
 def test_factors_are_transformers() -> None:
@@ -49,25 +38,8 @@ def test_factors_are_transformers() -> None:
 def test_bfloat16_on_every_tier_has_the_same_bits_and_is_replayed(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replays, folder, runs = watch_replays(monkeypatch), tiny("ministral3"), {}
-    for layout, settings in LAYOUTS.items():
-        host = host_gib(folder, 200, BLOCK) if "offload_mode" in settings else None
-        engine = LLMEngine(
-            folder,
-            dtype="bfloat16",
-            kvcache_block_size=BLOCK,
-            max_num_batched_tokens=24,
-            max_num_seqs=4,
-            num_threads=1,
-            kv_offload_gib=host,
-            **settings,
-        )
-        driver = Driver(engine)
-        outputs = driver.run(PROMPTS, PARAMS)
-        engine.close()
-        ids = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
-        logits = [torch.stack(driver.logits[output.request_id]) for output in outputs]
-        runs[layout] = driver, ids, logits
+    replays = watch_replays(monkeypatch)
+    runs = {layout: run(tiny("ministral3"), **settings) for layout, settings in LAYOUTS.items()}
     assert_tiers_agree(runs)
     assert replays
 

@@ -341,22 +341,29 @@ def test_a_recurrent_layer_holds_what_is_planned(
     assert measured <= estimated <= 1.8 * measured
 
 
-@needs_compiler
-@pytest.mark.parametrize("in_c", [True, False], ids=["C", "PyTorch"])
-def test_the_logits_of_all_guesses_of_a_step_are_planned(
-    in_c: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the estimate, and by the profile: of a step in which each request has all it may."""
+@pytest.fixture(params=[True, False], ids=["C", "PyTorch"])
+def wide_head(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The config.json of a model in which logits take most, which runs in C or in PyTorch."""
     sizes = {"vocab_size": 9000, "hidden_size": 32, "intermediate_size": 32}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | sizes | layers))
-    if not in_c:
+    if not request.param:
         monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
+    return tmp_path
+
+
+@needs_compiler
+def test_the_logits_of_all_guesses_of_a_step_are_planned(
+    wide_head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the estimate, and by the profile: of a step in which each request has all it may."""
     monkeypatch.setattr(PromptLookup, "guess", lambda self, ids, most: (1,) * most)
     settings = {"max_num_seqs": 40, "max_num_batched_tokens": 400, "speculative": "ngram:8"}
 
     def made(**more: Any) -> LLMEngine:
-        return small_engine(tmp_path, load_format="dummy", **settings, **more)
+        return small_engine(wide_head, load_format="dummy", **settings, **more)
 
     params = SamplingParams(top_p=0.9, min_p=0.01, max_tokens=40, ignore_eos=True)
     engine = made()
@@ -373,18 +380,12 @@ def test_the_logits_of_all_guesses_of_a_step_are_planned(
 
 
 @needs_compiler
-@pytest.mark.parametrize("in_c", [True, False], ids=["C", "PyTorch"])
 @pytest.mark.parametrize("num_likeliest", [0, 20])
 def test_the_scores_of_a_prompt_fit_the_logits_that_are_planned(
-    num_likeliest: int, in_c: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_likeliest: int, wide_head: Path
 ) -> None:
     """Those of one prompt alone, in an engine for few requests."""
-    sizes = {"vocab_size": 9000, "hidden_size": 32, "intermediate_size": 32}
-    layers = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | sizes | layers))
-    if not in_c:
-        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
-    engine = small_engine(tmp_path, load_format="dummy", max_num_seqs=2, speculative="off")
+    engine = small_engine(wide_head, load_format="dummy", max_num_seqs=2, speculative="off")
     params = SamplingParams(prompt_logprobs=num_likeliest, max_tokens=1)
     engine.add_request([7, 8, 9] * 100, params)
     peak = peak_bytes_of(engine.step)
