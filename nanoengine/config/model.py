@@ -127,6 +127,17 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Factors:
+    """What embeddings are multiplied by, and what attention and feed-forward add to the residual
+    stream, of which all norms are then; and what logits are divided by.
+    """
+
+    embeddings: float = 1.0
+    summands: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShape:
     """What may differ from layer to layer.
 
@@ -196,6 +207,7 @@ class ModelConfig:
     latent: LatentConfig | None = None
     has_mtp: bool = False
     has_qk_norm: bool = True
+    factors: Factors = Factors()
 
     def shape(self, layer: int) -> LayerShape:
         """The shape of a layer."""

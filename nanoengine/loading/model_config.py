@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nanoengine.config.model import (
     DeltaConfig,
+    Factors,
     LatentConfig,
     LayerShape,
     ModelConfig,
@@ -44,6 +45,8 @@ from nanoengine.text.tokenizer_files import read_eos_id
 
 MAX_LAYERS = 10_000
 MAX_STATE_DIM, MAX_CONV_SIZE = 1024, 64
+MAX_FACTOR = 1e4
+FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # as of Factors
 # Keys of a quantization_config: the modules that stay as they were.
 LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers")
 
@@ -68,7 +71,6 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     latent = read_latent(content, num_heads) if architecture.latent else None
     usual = max(hidden_size // num_heads, 1)
     head_dim = latent.row_dim if latent else content.size("head_dim", usual)
-    delta = _delta(content, num_layers) if architecture.recurrent else None
     windows = layer_windows(name, content.values, num_layers, content.path)
     of_layers = windows or (None,) * num_layers
     shapes = read_shapes(content, of_layers) if architecture.shapes_by_layer else ()
@@ -97,7 +99,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         query_pre_attn_scalar=_query_scalar(content, reads, latent),
         final_logit_softcap=_softcap(content, reads),
         wrapper=wrapper,
-        delta=delta,
+        delta=_delta(content, num_layers) if architecture.recurrent else None,
         experts=read_experts(content, architecture.experts, num_layers),
         shapes=shapes,
         layer_input_size=_layer_input_size(content, architecture, vocab_size),
@@ -106,6 +108,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         stored_dtype=str(content.get("dtype") or content.get("torch_dtype") or ""),
         latent=latent,
         has_qk_norm="use_qk_norm" not in reads or content.flag("use_qk_norm"),
+        factors=Factors(*(_factor(content, reads, name) for name in FACTORS)),
     )
     _check_heads(config, content.path)
     return config
@@ -116,7 +119,18 @@ def _query_scalar(
 ) -> float | None:
     if latent is not None:
         return latent_scalar(content, latent)
+    if "attention_multiplier" in reads:
+        return _factor(content, reads, "attention_multiplier") ** -2
     return content.real("query_pre_attn_scalar") if "query_pre_attn_scalar" in reads else None
+
+
+def _factor(content: CheckedJson, reads: Collection[str], name: str) -> float:
+    factor = content.real(name, 1.0) if name in reads else 1.0
+    if not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:
+        raise CorruptModelError(
+            f"{content.path}: {name!r} is {factor}, not within {1 / MAX_FACTOR} to {MAX_FACTOR}"
+        )
+    return factor
 
 
 def _config_json(folder: Path) -> CheckedJson:

@@ -114,6 +114,13 @@ _LATENT_DEFAULTS: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
+# Of the scores, the embeddings, what is added to the residual stream, and (divided by) the logits.
+GRANITE_MULTIPLIERS = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
 # OLMo 2 and 3.
 _OLMO: dict[str, Any] = {
     "norms": NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
@@ -293,6 +300,7 @@ ARCHITECTURES = {
             "sliding_window_pattern": 2,
         },
     ),
+    "GraniteForCausalLM": Architecture("Granite 3 (dense)", reads=GRANITE_MULTIPLIERS),
     "LlamaForCausalLM": Architecture(
         "Llama 2 to 3.3 and models of its shape, as SmolLM2 and TinyLlama"
     ),

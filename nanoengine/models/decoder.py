@@ -99,6 +99,7 @@ class Decoder:
         ]
         self._rotaries = [Rotary(kinds, head_dim, device) for head_dim, kinds in ropes.items()]
         self._logit_softcap = config.final_logit_softcap
+        self._logit_divisor = config.factors.logits
         self._ops = ops
         self._is_amid_a_pass = False
         self.mtp: MtpHead | None = None
@@ -170,4 +171,6 @@ class Decoder:
     def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
         """As Model.logits. A cap makes the least that it lets through of -inf, hardly a chance."""
         logits, softcap = head_logits(self._head, x, runs), self._logit_softcap
+        if self._logit_divisor != 1:
+            logits.div_(self._logit_divisor)
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

@@ -69,6 +69,8 @@ class LayerBuilder:
     """Takes tensors from the source by name and makes the parts of a model of them.
 
     Fuses q, k, v and gate, up. Puts the heads of q and k into the order that the rotation needs.
+    The residual stream is held divided by config.factors.summands: what is added to it needs no
+    factor then, and norms see no difference but in their eps.
     """
 
     def __init__(self, config: ModelConfig, source: TensorSource, ops: LayerOps) -> None:
@@ -90,9 +92,10 @@ class LayerBuilder:
         else:
             embed = self._ops.embedding(weight)
             head = self._ops.head(self._source("lm_head.weight"), norm)
-        if not self._architecture.scales_embeddings:
-            return embed, head, apart
-        return _scaled(embed, self._config.hidden_size, weight.dtype), head, apart
+        factor = self._config.factors.embeddings / self._config.factors.summands
+        if self._architecture.scales_embeddings:
+            factor = _root(self._config.hidden_size, weight.dtype)
+        return embed if factor == 1 else _scaled(embed, factor), head, apart
 
     def layer_inputs(self) -> LayerInputs | None:
         """What makes the vectors that each layer gets; None if they get none."""
@@ -100,7 +103,7 @@ class LayerBuilder:
         if not size:
             return None
         weight = self._source("model.embed_tokens_per_layer.weight")
-        embed = _scaled(ops.embedding(weight), size, weight.dtype)
+        embed = _scaled(ops.embedding(weight), _root(size, weight.dtype))
         project = ops.linear(self._source("model.per_layer_model_projection.weight"))
         norm = self._norm("model.per_layer_projection_norm")
         return LayerInputs(ops, embed, project, norm)
@@ -353,10 +356,13 @@ class LayerBuilder:
         weight, offset = self._numbers(f"{name}.weight"), self._architecture.norm_offset
         if offset is not None:  # a small weight would be lost beside it in 16 bits
             weight = weight.float() + offset
-        return Norm(weight, self._config.rms_norm_eps)
+        return Norm(weight, self._config.rms_norm_eps / self._config.factors.summands**2)
 
 
-def _scaled(embed: Embed, size: int, dtype: torch.dtype) -> Embed:
-    """embed, times the root of its size; rounded to the weights' dtype, as in transformers."""
-    root = torch.tensor(size**0.5).to(dtype).item()
-    return lambda token_ids: embed(token_ids).mul_(root)
+def _scaled(embed: Embed, factor: float) -> Embed:
+    return lambda token_ids: embed(token_ids).mul_(factor)
+
+
+def _root(size: int, dtype: torch.dtype) -> float:
+    """Rounded to the weights' dtype, as in transformers."""
+    return torch.tensor(size**0.5).to(dtype).item()

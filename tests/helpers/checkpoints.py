@@ -37,6 +37,8 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -260,6 +262,20 @@ TINY: dict[str, TinyModel] = {
         },
         seed=15,
         adds_bos=False,
+    ),
+    # Factors, and a norm's eps that matters.
+    "granite": TinyModel(
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "attention_multiplier": 0.1,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 0.7,
+            "rms_norm_eps": 0.02,
+            "tie_word_embeddings": True,
+        },
+        seed=41,
     ),
     "olmoe": TinyModel(
         OlmoeConfig,

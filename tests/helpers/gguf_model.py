@@ -101,6 +101,7 @@ ODD_NAMES = {
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
 }
+INTERLEAVED = ("granite", "llama", "mistral3", "smollm3")
 WITH_NORM_OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "deepseek2"),
@@ -110,6 +111,7 @@ ARCHITECTURES = {
     "Gemma4UnifiedForCausalLM": "gemma4",
     "Glm4MoeForCausalLM": "glm4moe",
     "GptOssForCausalLM": "gpt-oss",
+    "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral3",
     "MistralForCausalLM": "llama",
@@ -214,9 +216,7 @@ class GGUFModel:
                     continue
                 if self.arch in WITH_NORM_OFFSET and name.endswith("norm.weight"):
                     values += 1
-                if self.arch in ("llama", "mistral3", "smollm3") and (
-                    ".q_proj." in name or ".k_proj." in name
-                ):
+                if self.arch in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
                     heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
                     values = interleaved(values, self.config[heads])
                 tensors[gguf_name(name, names)] = values
@@ -349,6 +349,7 @@ class GGUFModel:
                 "tokenizer.chat_template": "{{ messages[0]['content'] }}",
             }
             | (_of_gemma4(config) if arch == "gemma4" else {})
+            | (_of_granite(config) if arch == "granite" else {})
             | (_of_deepseek(config) if arch == "deepseek2" else {})
         )
 
@@ -414,6 +415,16 @@ def _of_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("enable_moe_block"):
         settings["expert_used_count"] = config["top_k_experts"]
     return {f"gemma4.{key}": value for key, value in settings.items()}
+
+
+def _of_granite(config: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's converter writes of factors (GraniteModel in its granite.py)."""
+    return {
+        "granite.attention.scale": config["attention_multiplier"],
+        "granite.embedding_scale": config["embedding_multiplier"],
+        "granite.residual_scale": config["residual_multiplier"],
+        "granite.logit_scale": config["logits_scaling"],
+    }
 
 
 def _of_deepseek(config: dict[str, Any]) -> dict[str, Any]:

@@ -41,8 +41,8 @@ from nanoengine.models.stored_codes import CodedWeight, numbers_of
 Tiny = Callable[[str], Path]
 NAMES = ("glm4-moe", "gpt-oss", "qwen2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next-moe")
 NAMES += ("gemma4", "gemma4-moe", "gemma4-shared", "deepseek-v2", "deepseek-v3", "glm4-moe-air")
-NAMES += ("ministral3", "seed-oss")
-BY_DEFAULT = (*NAMES[:2], "deepseek-v3", "qwen3.5-moe", "gemma4-shared")
+NAMES += ("granite", "ministral3", "seed-oss")
+BY_DEFAULT = (*NAMES[:2], "granite", "deepseek-v3", "qwen3.5-moe", "gemma4-shared")
 PROMPTS = [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
 quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
 

@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "gemma4": "Gemma4ForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
     "mistral3": "Ministral3ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
@@ -67,14 +68,13 @@ MAY_TURN_A_PART = ("glm4moe", "phi3", *HYBRIDS)
 WITH_WINDOWS = ("gemma3", "gemma4", "gpt-oss", "llama", "phi3")
 SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
-# Settings that change the arithmetic and that no Hugging Face config of these architectures can
-# say.
-REFUSED_KEYS = (
-    "attention.scale",
-    "logit_scale",
-    "embedding_scale",
-    "residual_scale",
-)
+# Settings that change the arithmetic, and Hugging Face's keys for them, which Granite alone has.
+GRANITE_KEYS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 
 
 def check_supported(metadata: Metadata) -> None:
@@ -88,7 +88,8 @@ def check_supported(metadata: Metadata) -> None:
         raise UnsupportedModelError(f"{metadata.path}: {experts!r} is set: {about}")
     scaled = () if architecture in SCALED_EXPERTS else ("expert_weights_scale",)
     tempered = () if architecture == "mistral3" else (TEMPERATURE,)
-    for key in (*REFUSED_KEYS, *scaled, *tempered):
+    refused = () if architecture == "granite" else GRANITE_KEYS
+    for key in (*refused, *scaled, *tempered):
         full_key = f"{architecture}.{key}"
         if metadata.has(full_key) and metadata.get(full_key, float):
             raise UnsupportedModelError(f"{metadata.path}: {full_key!r} is set and not supported")
@@ -126,6 +127,8 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
         settings["partial_rotary_factor"] = turned_part(turned, head_dim)
     if metadata.architecture == "gemma3":
         settings |= _gemma_settings(metadata, hidden_size // num_heads, head_dim)
+    if metadata.architecture == "granite":
+        settings |= _granite_settings(metadata, head_dim)
     return {
         "architectures": [ARCHITECTURES[metadata.architecture]],
         "model_type": metadata.architecture,
@@ -335,6 +338,15 @@ def _gemma_settings(metadata: Metadata, width_per_head: int, head_dim: int) -> d
         "rope_local_base_freq": metadata.real("rope.freq_base_swa", GEMMA_LOCAL_THETA),
         "query_pre_attn_scalar": width_per_head if num_layers == GEMMA_27B_LAYERS else head_dim,
         "final_logit_softcapping": metadata.real("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def _granite_settings(metadata: Metadata, head_dim: int) -> dict[str, Any]:
+    """To llama.cpp 0 is no factor, and scores are divided by the root of head_dim then."""
+    usual = {"attention.scale": head_dim**-0.5}
+    return {
+        name: metadata.get(f"granite.{key}", float, 0.0) or usual.get(key, 1.0)
+        for key, name in GRANITE_KEYS.items()
     }
 
 
