@@ -68,7 +68,9 @@ class Architecture:
     v_norm: RMSNorm of each head of v, without a weight.
     qkv_bias: q, k and v have a bias even if config.json has no key for it. out_bias: the bias that
     config.json has a key for is also of the output.
-    is_fused: a checkpoint has one tensor for q, k and v, and one for gate and up.
+    fused: what a checkpoint has one tensor for: "qkv", "gate_up".
+    pairs_take_turns: the two numbers of a rotated pair are neighbours in a checkpoint, those that
+    are rotated before the others.
     activation: of the gate; a key of torch_ops.GATED.
     mtp: how a checkpoint names the head for multi-token prediction that it may hold: "mtp", in
     names that begin so; "layer", as one more layer, as all are in a GGUF; "": it holds none.
@@ -102,7 +104,8 @@ class Architecture:
     v_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = True
-    is_fused: bool = False
+    fused: tuple[str, ...] = ()
+    pairs_take_turns: bool = False
     activation: str = "silu"
     mtp: str = ""
     scales_embeddings: bool = False

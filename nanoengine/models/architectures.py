@@ -93,6 +93,21 @@ _GEMMA_4_DEFAULTS: dict[str, Any] = {
         },
     },
 }
+# Dense GLM.
+_GLM: dict[str, Any] = {
+    "fused": ("gate_up",),
+    "out_bias": False,
+    "pairs_take_turns": True,
+    "reads": ("partial_rotary_factor",),
+    "defaults": {
+        "attention_bias": True,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-7,
+    },
+}
 _SCORES_BY_SIGMOID = ExpertNames(
     scoring="sigmoid", has_choice_bias=True, group_best=2, shared="shared_experts"
 )
@@ -229,6 +244,11 @@ ARCHITECTURES = {
         **_GEMMA_4,
         defaults=_GEMMA_4_DEFAULTS | {"max_position_embeddings": 262144, "sliding_window": 1024},
     ),
+    "Glm4ForCausalLM": Architecture(
+        "GLM 4 (9B and 32B of April 2025)",
+        norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+        **_GLM,
+    ),
     "Glm4MoeForCausalLM": Architecture(
         "GLM 4.5 to 4.7 with experts (also Air)",
         out_bias=False,
@@ -266,6 +286,7 @@ ARCHITECTURES = {
             "rms_norm_eps": 1e-5,
         },
     ),
+    "GlmForCausalLM": Architecture("GLM 4 (9B of 2024 in transformers' form)", **_GLM),
     "GptOssForCausalLM": Architecture(
         "gpt-oss (20b, 120b)",
         activation="clamped_swiglu",
@@ -370,7 +391,7 @@ ARCHITECTURES = {
     ),
     "Phi3ForCausalLM": Architecture(
         "Phi-3 and Phi-3.5 (mini, medium), Phi-4 (text)",
-        is_fused=True,
+        fused=("qkv", "gate_up"),
         windows="every layer",
         reads=("partial_rotary_factor",),
         defaults={

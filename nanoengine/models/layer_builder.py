@@ -76,7 +76,9 @@ class LayerBuilder:
     def __init__(self, config: ModelConfig, source: TensorSource, ops: LayerOps) -> None:
         self._config = config
         self._architecture = ARCHITECTURES[config.architecture]
-        self._head_order = head_order(config.rope, config.head_dim)
+        self._head_order = head_order(
+            config.rope, config.head_dim, self._architecture.pairs_take_turns
+        )
         self._ops = ops
         self._source = source
 
@@ -210,7 +212,7 @@ class LayerBuilder:
         return q, k, replace(k, weight=torch.ones_like(k.weight))
 
     def _qkv(self, prefix: str, norm: Norm | None, parts: str) -> Product:
-        names = ("qkv",) if self._architecture.is_fused else tuple(parts)
+        names = ("qkv",) if "qkv" in self._architecture.fused else tuple(parts)
         weights, biases = self._weights(prefix, names, has_qkv_bias(self._config))
         weight = self._in_order(weights)
         bias = numbers_of(self._in_order([*biases])) if biases else None
@@ -323,9 +325,10 @@ class LayerBuilder:
         return ExpertWeights(gate, up, down, (biases[0], biases[1], biases[2]) if biases else None)
 
     def _gate_up(self, prefix: str, norm: Norm | None) -> Product:
-        names = ("gate_up",) if self._architecture.is_fused else ("gate", "up")
+        is_fused = "gate_up" in self._architecture.fused
+        names = ("gate_up",) if is_fused else ("gate", "up")
         weights, biases = self._weights(prefix, names, self._config.mlp_bias)
-        if self._architecture.is_fused:
+        if is_fused:
             weights = halves(weights[0])
             biases = [half for bias in biases for half in bias.chunk(2)]
         gate, up = weights

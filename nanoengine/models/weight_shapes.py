@@ -108,7 +108,7 @@ def _attention_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tu
     qkv = {"q": heads * (1 + architecture.output_gate)}
     if has_kv:
         qkv |= dict.fromkeys("k" if shape.values_are_keys else "kv", kv_heads)
-    if architecture.is_fused:
+    if "qkv" in architecture.fused:
         qkv = {"qkv": heads + 2 * kv_heads}
     if architecture.sinks:
         yield f"{part}sinks", (config.num_heads,)
@@ -152,7 +152,7 @@ def _mlp_shapes(
     config: ModelConfig, prefix: str, inner: int, has_bias: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     gate_up = {"gate": inner, "up": inner}
-    if ARCHITECTURES[config.architecture].is_fused:
+    if "gate_up" in ARCHITECTURES[config.architecture].fused:
         gate_up = {"gate_up": 2 * inner}
     yield from _product_shapes(prefix, gate_up, config.hidden_size, has_bias)
     yield from _product_shapes(prefix, {"down": config.hidden_size}, inner, has_bias)

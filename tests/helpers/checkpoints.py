@@ -31,10 +31,14 @@ from transformers import (
     Gemma4UnifiedForCausalLM,
     Gemma4UnifiedTextConfig,
     GenerationConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -351,6 +355,17 @@ TINY: dict[str, TinyModel] = {
         Glm4MoeLiteForCausalLM,
         {**LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]},
         seed=33,
+    ),
+    # Neighbours are turned, in 8 of 16 dimensions; norms before and after.
+    "glm4": TinyModel(Glm4Config, Glm4ForCausalLM, {"pad_token_id": None}, seed=42),
+    "glm": TinyModel(
+        GlmConfig,
+        GlmForCausalLM,
+        {
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            "pad_token_id": None,
+        },
+        seed=43,
     ),
     "glm4-moe": TinyModel(
         Glm4MoeConfig,

@@ -53,6 +53,10 @@ GEMMA_4_NAMES = GEMMA_NAMES | {
     "post_feedforward_layernorm_2": "post_ffw_norm_2",
     "router.proj": "ffn_gate_inp",
 }
+GLM4_NAMES = ORIGINAL_NAMES | {
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
 NEWER_NAMES = ORIGINAL_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "mlp.router": "ffn_gate_inp",
@@ -82,6 +86,7 @@ NAMES = {
     "deepseek2": LATENT_NAMES,
     "gemma3": GEMMA_NAMES,
     "gemma4": GEMMA_4_NAMES,
+    "glm4": GLM4_NAMES,
     "qwen2moe": NEWER_NAMES | {"post_attention_layernorm": "ffn_norm"},
     **dict.fromkeys(("glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), NEWER_NAMES),
     "seed_oss": NEWER_NAMES,
@@ -109,6 +114,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4",
+    "Glm4ForCausalLM": "glm4",
     "Glm4MoeForCausalLM": "glm4moe",
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",

@@ -22,6 +22,7 @@ from driver import GREEDY, Driver, small_engine
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import (
     GEMMA_4_NAMES,
+    GLM4_NAMES,
     LATENT_NAMES,
     SCALINGS,
     GGUFModel,
@@ -41,8 +42,8 @@ from nanoengine.models.stored_codes import CodedWeight, numbers_of
 Tiny = Callable[[str], Path]
 NAMES = ("glm4-moe", "gpt-oss", "qwen2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next-moe")
 NAMES += ("gemma4", "gemma4-moe", "gemma4-shared", "deepseek-v2", "deepseek-v3", "glm4-moe-air")
-NAMES += ("granite", "ministral3", "seed-oss")
-BY_DEFAULT = (*NAMES[:2], "granite", "deepseek-v3", "qwen3.5-moe", "gemma4-shared")
+NAMES += ("glm4", "granite", "ministral3", "seed-oss")
+BY_DEFAULT = (*NAMES[:2], "glm4", "granite", "deepseek-v3", "qwen3.5-moe", "gemma4-shared")
 PROMPTS = [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
 quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
 
@@ -198,6 +199,7 @@ def test_experts_in_mxfp4_keep_their_numbers(tiny: Tiny, tmp_path: Path, keeps_c
     ("name", "key", "value", "match"),
     [
         ("glm4-moe", "glm4moe.expert_gating_func", 1, "'glm4moe.expert_gating_func' is 1"),
+        ("glm4", "glm4.rope.dimension_sections", [8, 12, 12, 0], "dimension_sections' is set"),
         ("deepseek-v2", "deepseek2.expert_gating_func", 3, "'deepseek2.expert_gating_func' is 3"),
         ("deepseek-v2", "deepseek2.expert_weights_norm", True, "without 'expert_weights_norm'"),
         ("deepseek-v2", "deepseek2.rope.dimension_count", 40, "is 40, of 40 numbers"),
@@ -222,8 +224,12 @@ def test_what_cannot_be_is_refused(
 
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [(gguf.MODEL_ARCH.GEMMA4, GEMMA_4_NAMES), (gguf.MODEL_ARCH.DEEPSEEK2, LATENT_NAMES)],
-    ids=["gemma4", "deepseek2"],
+    [
+        (gguf.MODEL_ARCH.GEMMA4, GEMMA_4_NAMES),
+        (gguf.MODEL_ARCH.DEEPSEEK2, LATENT_NAMES),
+        (gguf.MODEL_ARCH.GLM4, GLM4_NAMES),
+    ],
+    ids=["gemma4", "deepseek2", "glm4"],
 )
 def test_names_are_ggufs(kind: gguf.MODEL_ARCH, names: dict[str, str]) -> None:
     theirs = gguf.get_tensor_name_map(kind, 2)

@@ -134,6 +134,11 @@ def test_pairs_of_a_part_come_half_a_head_apart() -> None:
     order = head_order(rope, 8)
     assert order is not None and order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert head_order(replace(rope, partial_rotary_factor=1.0), 8) is None
+    turns = [head_order(replace(rope, partial_rotary_factor=part), 8, True) for part in (0.5, 1.0)]
+    assert [each.tolist() for each in turns if each is not None] == [
+        [0, 2, 4, 5, 1, 3, 6, 7],
+        [0, 2, 4, 6, 1, 3, 5, 7],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM",  # DeepSeek-V3 and GLM 4.7 Flash, too
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
@@ -64,7 +65,7 @@ HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
 SCALED_EXPERTS = ("deepseek2", "glm4moe")
 WITH_EXPERTS = ("gemma4", *SCALED_EXPERTS, "gpt-oss", "llama", "olmoe", *QWEN_EXPERTS)
-MAY_TURN_A_PART = ("glm4moe", "phi3", *HYBRIDS)
+MAY_TURN_A_PART = ("glm4", "glm4moe", "phi3", *HYBRIDS)
 WITH_WINDOWS = ("gemma3", "gemma4", "gpt-oss", "llama", "phi3")
 SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
@@ -93,6 +94,11 @@ def check_supported(metadata: Metadata) -> None:
         full_key = f"{architecture}.{key}"
         if metadata.has(full_key) and metadata.get(full_key, float):
             raise UnsupportedModelError(f"{metadata.path}: {full_key!r} is set and not supported")
+    if metadata.has("glm4.rope.dimension_sections"):
+        raise UnsupportedModelError(
+            f"{metadata.path}: 'glm4.rope.dimension_sections' is set, as of a model for images, "
+            "which is not supported"
+        )
     if _window(metadata) and architecture not in WITH_WINDOWS:
         raise UnsupportedModelError(
             f"{metadata.path}: '{architecture}.attention.sliding_window' is set and not supported"
@@ -123,6 +129,7 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
     if not 0 < num_layers <= len(stored):
         raise CorruptModelError(f"{metadata.path}: {num_layers} layers of {len(stored)} tensors")
     settings = dict(FIXED_SETTINGS.get(metadata.architecture, {}))
+    biased = "q" if metadata.architecture == "glm4" else "output"
     if metadata.architecture in MAY_TURN_A_PART:
         settings["partial_rotary_factor"] = turned_part(turned, head_dim)
     if metadata.architecture == "gemma3":
@@ -139,7 +146,7 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
         "hidden_act": "silu",
         "max_position_embeddings": metadata.number("context_length"),
         "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"),
-        "attention_bias": "blk.0.attn_output.bias" in stored,
+        "attention_bias": f"blk.0.attn_{biased}.bias" in stored,
         "mlp_bias": "blk.0.ffn_up.bias" in stored,
         "tie_word_embeddings": "output.weight" not in stored,
         "torch_dtype": "bfloat16",

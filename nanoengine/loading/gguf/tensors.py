@@ -60,6 +60,11 @@ _GEMMA_NAMES = _LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GLM4_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
 _GEMMA_4_NAMES = _GEMMA_NAMES | {
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
@@ -96,6 +101,7 @@ _NAMES = {
     "deepseek2": _LATENT_NAMES,
     "gemma3": _GEMMA_NAMES,
     "gemma4": _GEMMA_4_NAMES,
+    "glm4": _GLM4_NAMES,
     "glm4moe": _NEWER_NAMES,
     "gpt-oss": _NEWER_NAMES,
     "phi3": _PHI3_NAMES,
