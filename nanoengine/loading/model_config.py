@@ -93,7 +93,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         attention_bias=content.flag("attention_bias"),
         mlp_bias=content.flag("mlp_bias"),
         local_rope=local_rope,
-        no_rope_layers=_no_rope_layers(content, num_layers) if "no_rope_layers" in reads else (),
+        no_rope_layers=_no_rope_layers(content, architecture, of_layers),
         eos_token_ids=_eos_token_ids(folder, content, vocab_size),
         windows=windows,
         query_pre_attn_scalar=_query_scalar(content, reads, latent),
@@ -207,9 +207,15 @@ def _softcap(content: CheckedJson, reads: Collection[str]) -> float | None:
     return content.real(name) if is_set else None
 
 
-def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
-    """SmolLM3's layers without RoPE: zeros in a list, or the last layer of each interval."""
-    listed = content.get("no_rope_layers")
+def _no_rope_layers(
+    content: CheckedJson, architecture: Architecture, windows: Sequence[int | None]
+) -> tuple[int, ...]:
+    """Layers without RoPE. Of SmolLM3: zeros in a list, or the last layer of each interval."""
+    if architecture.ropes_in_windows and content.get("sliding_window") is not None:
+        return tuple(i for i, window in enumerate(windows) if window is None)
+    if "no_rope_layers" not in architecture.reads:
+        return ()
+    num_layers, listed = len(windows), content.get("no_rope_layers")
     if listed is None:
         interval = content.size("no_rope_layer_interval", 4)
         return tuple(range(interval - 1, num_layers, interval))

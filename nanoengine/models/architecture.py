@@ -81,6 +81,7 @@ class Architecture:
     says which ones.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
+    ropes_in_windows: where config.json has a window, layers without one do not rotate.
     ropes_by_kind: layers with a window have a rotation of their own.
     shapes_by_layer: heads may differ from layer to layer, and layers may share keys and values; see
     loading/layer_shapes.py.
@@ -112,6 +113,7 @@ class Architecture:
     output_gate: bool = False
     recurrent: tuple[str, ...] = ()
     windows: str = ""
+    ropes_in_windows: bool = False
     ropes_by_kind: bool = False
     shapes_by_layer: bool = False
     layer_inputs: bool = False

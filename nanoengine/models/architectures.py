@@ -136,9 +136,10 @@ GRANITE_MULTIPLIERS = (
     "residual_multiplier",
     "logits_scaling",
 )
+_NORMS_AFTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 # OLMo 2 and 3.
 _OLMO: dict[str, Any] = {
-    "norms": NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "norms": _NORMS_AFTER,
     "norm_offset": 0.0,
     "qk_norm": "all heads",
     "requires": {"hidden_act": (None, "silu")},
@@ -188,6 +189,19 @@ ARCHITECTURES = {
             "moe_intermediate_size": 2048,
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
+        },
+    ),
+    "Exaone4ForCausalLM": Architecture(
+        "EXAONE 4 (1.2B, 32B)",
+        norms=_NORMS_AFTER,
+        qk_norm="head",
+        windows="pattern",
+        ropes_in_windows=True,
+        defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
         },
     ),
     "Gemma3ForCausalLM": Architecture(

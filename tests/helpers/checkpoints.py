@@ -24,6 +24,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
@@ -311,6 +313,28 @@ TINY: dict[str, TinyModel] = {
             "pad_token_id": None,
         },
         seed=26,
+    ),
+    # Norms after attention and feed-forward alone, and of heads; the last layer does not turn.
+    "exaone4": TinyModel(
+        Exaone4Config,
+        Exaone4ForCausalLM,
+        {
+            "sliding_window": 13,
+            "sliding_window_pattern": 3,
+            "pad_token_id": None,
+        },
+        seed=44,
+    ),
+    "exaone4-full": TinyModel(
+        Exaone4Config,
+        Exaone4ForCausalLM,
+        {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "tie_word_embeddings": True,
+            "pad_token_id": None,
+        },
+        seed=45,
     ),
     # Scores by sigmoid with a bias, in groups of two; a dense layer first; half a head is turned.
     "deepseek-v2": TinyModel(

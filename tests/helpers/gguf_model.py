@@ -53,6 +53,10 @@ GEMMA_4_NAMES = GEMMA_NAMES | {
     "post_feedforward_layernorm_2": "post_ffw_norm_2",
     "router.proj": "ffn_gate_inp",
 }
+EXAONE_NAMES = ORIGINAL_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 GLM4_NAMES = ORIGINAL_NAMES | {
     "post_self_attn_layernorm": "post_attention_norm",
     "post_mlp_layernorm": "post_ffw_norm",
@@ -84,6 +88,7 @@ for shared in ("mlp.shared_expert", "mlp.shared_experts"):
     NEWER_NAMES |= {f"{shared}.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES}
 NAMES = {
     "deepseek2": LATENT_NAMES,
+    "exaone4": EXAONE_NAMES,
     "gemma3": GEMMA_NAMES,
     "gemma4": GEMMA_4_NAMES,
     "glm4": GLM4_NAMES,
@@ -111,6 +116,7 @@ WITH_NORM_OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "deepseek2"),
     "Glm4MoeLiteForCausalLM": "deepseek2",
+    "Exaone4ForCausalLM": "exaone4",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4",
@@ -135,6 +141,7 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
 }
 SCALINGS: dict[str, dict[str, Any]] = {
+    "exaone4": {},
     "gemma3": {},
     "gpt-oss": {
         "type": "yarn",
@@ -160,7 +167,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
     "smollm3": {},
 }
-WITH_WINDOWS = ("gemma3", "gpt-oss", "mistral-window", "mixtral")
+WITH_WINDOWS = ("exaone4", "gemma3", "gpt-oss", "mistral-window", "mixtral")
 
 
 def gguf_name(name: str, names: dict[str, str]) -> str:
@@ -474,6 +481,9 @@ def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
     rope = model.config["rope_parameters"]
     if model.config.get("sliding_window") and name in WITH_WINDOWS:
         model.settings[f"{model.arch}.attention.sliding_window"] = model.config["sliding_window"]
+    if name == "exaone4":
+        kinds = [kind == "sliding_attention" for kind in model.config["layer_types"]]
+        model.settings["exaone4.attention.sliding_window_pattern"] = kinds
     if name == "gemma3":
         local = rope["sliding_attention"]["rope_theta"]
         model.settings |= {

@@ -21,6 +21,7 @@ from checkpoints import reference, reference_greedy, reference_logits
 from driver import GREEDY, Driver, small_engine
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import (
+    EXAONE_NAMES,
     GEMMA_4_NAMES,
     GLM4_NAMES,
     LATENT_NAMES,
@@ -42,8 +43,16 @@ from nanoengine.models.stored_codes import CodedWeight, numbers_of
 Tiny = Callable[[str], Path]
 NAMES = ("glm4-moe", "gpt-oss", "qwen2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next-moe")
 NAMES += ("gemma4", "gemma4-moe", "gemma4-shared", "deepseek-v2", "deepseek-v3", "glm4-moe-air")
-NAMES += ("glm4", "granite", "ministral3", "seed-oss")
-BY_DEFAULT = (*NAMES[:2], "glm4", "granite", "deepseek-v3", "qwen3.5-moe", "gemma4-shared")
+NAMES += ("exaone4", "exaone4-full", "glm4", "granite", "ministral3", "seed-oss")
+BY_DEFAULT = (
+    *NAMES[:2],
+    "exaone4",
+    "glm4",
+    "granite",
+    "deepseek-v3",
+    "qwen3.5-moe",
+    "gemma4-shared",
+)
 PROMPTS = [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
 quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
 
@@ -227,9 +236,10 @@ def test_what_cannot_be_is_refused(
     [
         (gguf.MODEL_ARCH.GEMMA4, GEMMA_4_NAMES),
         (gguf.MODEL_ARCH.DEEPSEEK2, LATENT_NAMES),
+        (gguf.MODEL_ARCH.EXAONE4, EXAONE_NAMES),
         (gguf.MODEL_ARCH.GLM4, GLM4_NAMES),
     ],
-    ids=["gemma4", "deepseek2", "glm4"],
+    ids=["gemma4", "deepseek2", "exaone4", "glm4"],
 )
 def test_names_are_ggufs(kind: gguf.MODEL_ARCH, names: dict[str, str]) -> None:
     theirs = gguf.get_tensor_name_map(kind, 2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoengine.errors import CorruptModelError, UnsupportedModelError
+from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.layer_kinds import FULL, SLIDING
 
@@ -21,12 +21,7 @@ def gemma4_settings(metadata: Metadata, stored: Mapping[str, Any], divisors: Any
     Raises CorruptModelError and UnsupportedModelError.
     """
     num_layers, full_dim = metadata.number("block_count"), metadata.number("attention.key_length")
-    is_sliding = metadata.get("gemma4.attention.sliding_window_pattern", list)
-    if len(is_sliding) != num_layers or not all(isinstance(each, bool) for each in is_sliding):
-        raise CorruptModelError(
-            f"{metadata.path}: 'gemma4.attention.sliding_window_pattern' must have true or false "
-            f"for each of {num_layers} layers"
-        )
+    is_sliding = metadata.have_windows(num_layers)
     num_shared = int(metadata.get("gemma4.attention.shared_kv_layers", int, 0))
     kv_heads = metadata.of_layers("attention.head_count_kv", num_layers)
     inner_sizes = metadata.of_layers("feed_forward_length", num_layers)

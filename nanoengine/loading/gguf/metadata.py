@@ -97,6 +97,16 @@ class Metadata:
             )
         return list(values)
 
+    def have_windows(self, num_layers: int) -> list[bool]:
+        """Of each layer, whether it has a sliding window."""
+        key = f"{self.architecture}.attention.sliding_window_pattern"
+        flags = self.get(key, list)
+        if len(flags) != num_layers or not all(isinstance(flag, bool) for flag in flags):
+            raise CorruptModelError(
+                f"{self.path}: {key!r} must have true or false for each of {num_layers} layers"
+            )
+        return list(flags)
+
     def real(self, key: str, default: float | None = None) -> float:
         """A float32 of the architecture, as the shortest decimal that names it."""
         value = self.get(f"{self.architecture}.{key}", float, default)

@@ -25,6 +25,7 @@ from nanoengine.loading.refused import about_architecture
 
 ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM",  # DeepSeek-V3 and GLM 4.7 Flash, too
+    "exaone4": "Exaone4ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
@@ -66,8 +67,9 @@ QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
 SCALED_EXPERTS = ("deepseek2", "glm4moe")
 WITH_EXPERTS = ("gemma4", *SCALED_EXPERTS, "gpt-oss", "llama", "olmoe", *QWEN_EXPERTS)
 MAY_TURN_A_PART = ("glm4", "glm4moe", "phi3", *HYBRIDS)
-WITH_WINDOWS = ("gemma3", "gemma4", "gpt-oss", "llama", "phi3")
+WITH_WINDOWS = ("exaone4", "gemma3", "gemma4", "gpt-oss", "llama", "phi3")
 SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
+EXAONE_INTERVAL = 4
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 # Settings that change the arithmetic, and Hugging Face's keys for them, which Granite alone has.
 GRANITE_KEYS = {
@@ -185,6 +187,8 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         return _phi3_settings(metadata)
     if metadata.architecture == "gemma4":
         return {}
+    if metadata.architecture == "exaone4":
+        return _exaone_settings(metadata, num_layers)
     settings: dict[str, Any] = {}
     if metadata.architecture in HYBRIDS:
         settings = _recurrent_settings(metadata, stored, num_layers)
@@ -348,12 +352,23 @@ def _gemma_settings(metadata: Metadata, width_per_head: int, head_dim: int) -> d
     }
 
 
+def _exaone_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
+    """A window that no text is longer than counts, too: layers without one do not rotate. Older
+    files do not say which layers have it.
+    """
+    window = int(metadata.get("exaone4.attention.sliding_window", int, 0)) or None
+    has_window = [bool((i + 1) % EXAONE_INTERVAL) for i in range(num_layers)]
+    if metadata.has("exaone4.attention.sliding_window_pattern"):
+        has_window = metadata.have_windows(num_layers)
+    kinds = [SLIDING if window and has else FULL for has in has_window]
+    return {"sliding_window": window, "layer_types": kinds}
+
+
 def _granite_settings(metadata: Metadata, head_dim: int) -> dict[str, Any]:
     """To llama.cpp 0 is no factor, and scores are divided by the root of head_dim then."""
     usual = {"attention.scale": head_dim**-0.5}
     return {
-        name: metadata.get(f"granite.{key}", float, 0.0) or usual.get(key, 1.0)
-        for key, name in GRANITE_KEYS.items()
+        name: metadata.real(key, 0.0) or usual.get(key, 1.0) for key, name in GRANITE_KEYS.items()
     }
 
 

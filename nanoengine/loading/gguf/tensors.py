@@ -99,6 +99,11 @@ _MTP_NAMES = {
 _NEWER_NAMES = _LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"}
 _NAMES = {
     "deepseek2": _LATENT_NAMES,
+    "exaone4": _LAYER_NAMES
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
     "gemma3": _GEMMA_NAMES,
     "gemma4": _GEMMA_4_NAMES,
     "glm4": _GLM4_NAMES,

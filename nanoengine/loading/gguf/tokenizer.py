@@ -106,6 +106,7 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
 # are merged.
 OTHER_NAMES = {
     "deepseek-r1-qwen": "qwen2",
+    "exaone4": "olmo",
     "refact": "smollm",
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), "llama-bpe"),
     **dict.fromkeys(("chatglm-bpe", "dbrx", "smaug-bpe"), "glm4"),
