@@ -1,7 +1,7 @@
 """How families of models write calls of tools: a row for each, by vLLM's names of parsers.
 
 Sources: the chat templates and model cards of Hermes 2 Pro, Qwen 2.5 to 3.5, Qwen3-Coder, Llama 3.1
-to 3.3, Mistral, GLM 4.5, Gemma 4 and gpt-oss. tool_parser.py reads them.
+to 3.3, Mistral, GLM 4.5, Gemma 4, Granite 3 and gpt-oss. tool_parser.py reads them.
 """
 
 from __future__ import annotations
@@ -177,6 +177,13 @@ TOOL_SYNTAXES = (
         marks=("[TOOL_CALLS]",),
         bodies=(LIST, MISTRAL_CALL),
         frame=replace(OBJECT, before="[TOOL_CALLS][", between=", ", after="]"),
+    ),
+    ToolSyntax(
+        "granite",
+        ("<|tool_call|>",),
+        marks=("<|tool_call|>", "<tool_call>"),
+        bodies=(LIST,),
+        frame=replace(OBJECT, before="<|tool_call|>[", between=", ", after="]"),
     ),
     ToolSyntax(
         "llama3_json",

@@ -102,6 +102,8 @@ WHOLE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 3}[TOOL_CALLS]now{}', None,
      [CALL, NOW]),
     ("mistral", "[TOOL_CALLS] none", "[TOOL_CALLS] none", []),
+    ("granite", f"<|tool_call|>[{OBJECT}, {OBJECT}]", None, [CALL, CALL]),
+    ("granite", f"I look. <tool_call> [{OBJECT}]", "I look.", [CALL]),
     ("llama3_json", OBJECT.replace("arguments", "parameters"), None, [CALL]),
     ("llama3_json", f"<|python_tag|>{OBJECT}; {OBJECT}", None, [CALL, CALL]),
     ("llama3_json", f"{OBJECT}\n{OBJECT}\n", None, [CALL, CALL]),

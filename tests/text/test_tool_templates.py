@@ -2,7 +2,7 @@
 parser that is chosen by this template reads the same calls from those tokens.
 
 The templates are short ones of our own with the marks of Hermes and Qwen 3, Qwen3-Coder, Llama 3.1,
-Mistral, GLM 4.5, Gemma 4 and gpt-oss.
+Mistral, GLM 4.5, Gemma 4, Granite 3 and gpt-oss.
 """
 
 from __future__ import annotations
@@ -58,6 +58,14 @@ MISTRAL_NAMED = (
     "{% else %}{{ m.content or '' }}{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}"
     "[ARGS]{{ c.function.arguments | tojson }}{% endfor %}</s>{% endif %}{% endfor %}"
 )
+GRANITE = (
+    SHOWN + "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{% if m.tool_calls "
+    "%}<|tool_call|>[{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "{% if not loop.last %}, {% endif %}{% endfor %}]{% else %}{{ m.content }}{% endif %}"
+    "<|end_of_text|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"
+)
 GEMMA = (
     '{% macro value(v) %}{% if v is string %}<|"|>{{ v }}<|"|>{% elif v is mapping %}'
     "{{ '{' }}{% for k, w in v | items %}{{ ',' if not loop.first }}{{ k }}:{{ value(w) }}"
@@ -85,6 +93,7 @@ TEMPLATES = {
     "llama3_json": (LLAMA, "<|eot_id|>", False),
     "mistral": (MISTRAL, "</s>", False),
     "mistral, named": (MISTRAL_NAMED, "</s>", True),
+    "granite": (GRANITE, "<|end_of_text|>", False),
     "gemma4": (GEMMA, "<turn|>\n", True),
     "openai": (HARMONY, "<|call|>", False),
 }
@@ -102,7 +111,7 @@ def test_a_call_comes_back_as_it_was(
     parsers = ChatParsers.of(tokenizer)
     assert parsers.tools is not None and parsers.tools.name == name.partition(",")[0]
     calls = [ToolCall("123456789", "weather", json.dumps(ODD, ensure_ascii=False))]
-    if is_rich or name == "mistral":
+    if is_rich or name in ("granite", "mistral"):
         calls.append(ToolCall("abcdefghi", "now", "{}"))
     message = ChatMessage("I look." if is_rich else None, "", tuple(calls))
     prompt = tokenizer.apply_chat_template(TALK, tools=TOOLS)
