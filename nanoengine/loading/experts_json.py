@@ -26,6 +26,9 @@ COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
 PACKED_EXPERTS = ("experts.gate_up_proj_blocks", "experts.down_proj_blocks")  # ends of names
 MLP_KINDS = {"dense", "sparse"}
 _PARTS = ("gate_proj", "up_proj", "down_proj")
+# Tensors for all experts of a layer: transformers' names, and those of Granite at the hub.
+_WHOLE = r"(?:experts\.(gate_up|down)_proj(_bias|_blocks)?|(input|output)_linear\.weight)"
+_OF_LINEAR = {"input": "gate_up", "output": "down"}
 
 
 def read_experts(
@@ -118,13 +121,15 @@ def expert_parts(config: ModelConfig, reader: CheckpointReader) -> dict[str, Par
     places = "|".join(("mlp\\.", f"{names.block}\\." * bool(names.block)))
     block = rf"(model\.layers\.\d+\.)(?:{places})"
     for stored in reader.names():
-        if match := re.fullmatch(rf"{block}(?:gate|{names.router})\.(weight|bias)", stored):
+        router = rf"(?:gate|{names.router})(?:\.layer)?"
+        if match := re.fullmatch(rf"{block}{router}\.(weight|bias)", stored):
             found[f"{match[1]}mlp.gate.{match[2]}"] = Part(stored)
         elif match := re.fullmatch(rf"{block}experts\.(\d+)\.(\w+)\.weight", stored):
             part = own.get(match[3], match[3])
             found[f"{match[1]}mlp.experts.{match[2]}.{part}.weight"] = Part(stored)
-        elif match := re.fullmatch(rf"{block}experts\.(gate_up|down)_proj(_bias|_blocks)?", stored):
-            whole = _OfAll(f"{match[1]}mlp.experts.", match[2], match[3] or "", stored)
+        elif match := re.fullmatch(rf"{block}{_WHOLE}", stored):
+            product = match[2] or _OF_LINEAR[match[4]]
+            whole = _OfAll(f"{match[1]}mlp.experts.", product, match[3] or "", stored)
             if whole.is_of(experts.count, reader):
                 found |= dict(whole.split(experts.count, names, reader))
     return {name: part for name, part in found.items() if part != Part(name)}

@@ -336,6 +336,13 @@ ARCHITECTURES = {
         },
     ),
     "GraniteForCausalLM": Architecture("Granite 3 (dense)", reads=GRANITE_MULTIPLIERS),
+    "GraniteMoeForCausalLM": Architecture(
+        "Granite 3 with experts (1B-A400M, 3B-A800M)",
+        reads=GRANITE_MULTIPLIERS,
+        # A softmax over the chosen scores, as gpt-oss has it.
+        experts=ExpertNames("intermediate_size", True, "block_sparse_moe", router="router"),
+        defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
     "LlamaForCausalLM": Architecture(
         "Llama 2 to 3.3 and models of its shape, as SmolLM2 and TinyLlama"
     ),

@@ -45,6 +45,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -282,6 +284,19 @@ TINY: dict[str, TinyModel] = {
             "tie_word_embeddings": True,
         },
         seed=41,
+    ),
+    "granite-moe": TinyModel(
+        GraniteMoeConfig,
+        GraniteMoeForCausalLM,
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 1.5,
+            "num_local_experts": 5,
+            "intermediate_size": 40,
+        },
+        seed=46,
     ),
     "olmoe": TinyModel(
         OlmoeConfig,

@@ -34,6 +34,7 @@ ORIGINAL_NAMES = {
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
 }
 EXPERT_NAMES = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
 GEMMA_NAMES = ORIGINAL_NAMES | {
@@ -111,7 +112,7 @@ ODD_NAMES = {
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
 }
-INTERLEAVED = ("granite", "llama", "mistral3", "smollm3")
+INTERLEAVED = ("granite", "granitemoe", "llama", "mistral3", "smollm3")
 WITH_NORM_OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "deepseek2"),
@@ -124,6 +125,7 @@ ARCHITECTURES = {
     "Glm4MoeForCausalLM": "glm4moe",
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granitemoe",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral3",
     "MistralForCausalLM": "llama",
@@ -220,6 +222,8 @@ class GGUFModel:
         with CheckpointReader(folder) as reader:
             for name in sorted(reader.names()):
                 values = reader.tensor(name).float().numpy().copy()
+                for ours, theirs in (("input", "gate_up"), ("output", "down")):
+                    name = name.replace(f"{ours}_linear.weight", f"experts.{theirs}_proj")
                 if ".experts." in name:
                     self._add_expert(tensors, name, values)
                     continue
@@ -362,7 +366,7 @@ class GGUFModel:
                 "tokenizer.chat_template": "{{ messages[0]['content'] }}",
             }
             | (_of_gemma4(config) if arch == "gemma4" else {})
-            | (_of_granite(config) if arch == "granite" else {})
+            | (_of_granite(config, arch) if arch.startswith("granite") else {})
             | (_of_deepseek(config) if arch == "deepseek2" else {})
         )
 
@@ -430,13 +434,13 @@ def _of_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     return {f"gemma4.{key}": value for key, value in settings.items()}
 
 
-def _of_granite(config: dict[str, Any]) -> dict[str, Any]:
+def _of_granite(config: dict[str, Any], arch: str) -> dict[str, Any]:
     """What llama.cpp's converter writes of factors (GraniteModel in its granite.py)."""
     return {
-        "granite.attention.scale": config["attention_multiplier"],
-        "granite.embedding_scale": config["embedding_multiplier"],
-        "granite.residual_scale": config["residual_multiplier"],
-        "granite.logit_scale": config["logits_scaling"],
+        f"{arch}.attention.scale": config["attention_multiplier"],
+        f"{arch}.embedding_scale": config["embedding_multiplier"],
+        f"{arch}.residual_scale": config["residual_multiplier"],
+        f"{arch}.logit_scale": config["logits_scaling"],
     }
 
 

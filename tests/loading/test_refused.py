@@ -19,7 +19,7 @@ KINDS = {
     "a mixture of experts": (
         "gpt-oss "
         "DeepseekForCausalLM DeepseekV32ForCausalLM deepseek2 Llama4ForCausalLM "
-        "PhiMoEForCausalLM GraniteMoeForCausalLM MiniMaxM2ForCausalLM "
+        "PhiMoEForCausalLM GraniteMoeSharedForCausalLM MiniMaxM2ForCausalLM "
         "minimax-m2 Ernie4_5_MoeForCausalLM qwen2moe"
     ),
     "recurrent or linear attention": (

@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
     "mistral3": "Ministral3ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
@@ -65,13 +66,14 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
 SCALED_EXPERTS = ("deepseek2", "glm4moe")
-WITH_EXPERTS = ("gemma4", *SCALED_EXPERTS, "gpt-oss", "llama", "olmoe", *QWEN_EXPERTS)
+WITH_EXPERTS = ("gemma4", *SCALED_EXPERTS, "gpt-oss", "granitemoe", "llama", "olmoe", *QWEN_EXPERTS)
 MAY_TURN_A_PART = ("glm4", "glm4moe", "phi3", *HYBRIDS)
 WITH_WINDOWS = ("exaone4", "gemma3", "gemma4", "gpt-oss", "llama", "phi3")
 SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
 EXAONE_INTERVAL = 4
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 # Settings that change the arithmetic, and Hugging Face's keys for them, which Granite alone has.
+GRANITES = ("granite", "granitemoe")
 GRANITE_KEYS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -91,7 +93,7 @@ def check_supported(metadata: Metadata) -> None:
         raise UnsupportedModelError(f"{metadata.path}: {experts!r} is set: {about}")
     scaled = () if architecture in SCALED_EXPERTS else ("expert_weights_scale",)
     tempered = () if architecture == "mistral3" else (TEMPERATURE,)
-    refused = () if architecture == "granite" else GRANITE_KEYS
+    refused = () if architecture in GRANITES else GRANITE_KEYS
     for key in (*refused, *scaled, *tempered):
         full_key = f"{architecture}.{key}"
         if metadata.has(full_key) and metadata.get(full_key, float):
@@ -136,7 +138,7 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
         settings["partial_rotary_factor"] = turned_part(turned, head_dim)
     if metadata.architecture == "gemma3":
         settings |= _gemma_settings(metadata, hidden_size // num_heads, head_dim)
-    if metadata.architecture == "granite":
+    if metadata.architecture in GRANITES:
         settings |= _granite_settings(metadata, head_dim)
     return {
         "architectures": [ARCHITECTURES[metadata.architecture]],
@@ -262,6 +264,8 @@ def _experts_settings(
             "sliding_window": _window(metadata),
             "sliding_window_pattern": 2,
         }
+    if metadata.architecture == "granitemoe":
+        return settings | {"num_local_experts": settings["num_experts"]}
     if metadata.architecture == "olmoe":
         return settings
     return {

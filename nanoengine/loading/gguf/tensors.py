@@ -28,7 +28,7 @@ Config = Mapping[str, Any]  # the content of config.json
 
 # Row order of q and k in a GGUF of these is llama.cpp's (pairs side by side), not Hugging Face's
 # (halves).
-PERMUTED = frozenset({"granite", "llama", "mistral3", "smollm3"})
+PERMUTED = frozenset({"granite", "granitemoe", "llama", "mistral3", "smollm3"})
 # In these the value heads of recurrent layers take turns among the key heads that they belong to;
 # Hugging Face has those of a key head together (conversion/qwen.py).
 TILED = frozenset({"qwen35", "qwen35moe"})
