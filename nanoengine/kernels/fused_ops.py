@@ -378,6 +378,10 @@ class GpuOps(KernelOps):
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
+        run = self._unrecorded(out, mlp, next_qkv)
+        return run if self._graphs is None else self._graphs.piece(run)
+
+    def _unrecorded(self, out: Product, mlp: Product, next_qkv: Product | None) -> AfterAttention:
         first = mlp.gate_up if isinstance(mlp, MLP) else mlp
         if not isinstance(first, NormedProduct) or not isinstance(next_qkv, NormedProduct | None):
             return super().after_attention(out, mlp, next_qkv)
@@ -388,7 +392,7 @@ class GpuOps(KernelOps):
                 summand = mlp.down(summand)
             return x.add_(summand) if next_qkv is None else self._add(x, summand, next_qkv)
 
-        return run if self._graphs is None else self._graphs.piece(run)
+        return run
 
     def _add(self, x: Tensor, summand: Tensor, then: NormedProduct) -> Tensor:
         """x += summand, in place; then(x). The sum and the norm of `then` are one kernel."""

@@ -101,7 +101,7 @@ def prompt(num_tokens: int) -> list[int]:
         pytest.param("deepseek-v3-dense", STREAMED, marks=pytest.mark.breadth),
         pytest.param("gemma4-shared", RESIDENT, marks=pytest.mark.breadth),
         pytest.param("granite", STREAMED, marks=pytest.mark.breadth),
-        pytest.param("exaone4", RESIDENT, marks=pytest.mark.breadth),
+        pytest.param("exaone4", STREAMED, marks=pytest.mark.breadth),
         pytest.param("glm4", RESIDENT, marks=pytest.mark.breadth),
         ("qwen3.5", RESIDENT),
     ],
