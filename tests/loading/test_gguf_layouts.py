@@ -128,6 +128,19 @@ def test_older_and_newer_files(tiny: Tiny, tmp_path: Path) -> None:
     assert_answers_are(source, converted(model, tmp_path / "out"))
 
 
+def test_what_the_converter_of_granite_4_adds_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    """llama.cpp calls one without recurrent layers and experts, as 4.0 Micro, a "granite"."""
+    source = rounded(tiny("granite"), tmp_path / "source")
+    model = model_of(source, "granite")
+    model.settings |= {
+        "granite.attention.head_count_kv": [2, 2, 2],
+        "granite.expert_count": 0,
+        "granite.rope.scaling.finetuned": True,
+        "granite.ssm.state_size": 256,
+    }
+    assert_answers_are(source, converted(model, tmp_path / "out"))
+
+
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next-moe", "glm4-moe", "deepseek-v3"])
 def test_its_own_head_guesses_as_that_of_the_checkpoint(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
