@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from nanoengine.errors import InvalidParamsError, shown
 from nanoengine.outputs import ChatMessage, MessageDelta, RequestOutput, ToolCall, ToolCallDelta
@@ -154,9 +155,14 @@ class ChatParsers:
         row = self.reasoning
         if (row is not None and row.in_channels) or (syntax is not None and syntax.in_channels):
             return AnswerParser(None, ChannelParser(schemas), most)
-        thoughts = None if row is None else ReasoningParser(row, row.is_open_after(prompt))
-        calls = None if syntax is None else ToolParser(syntax, schemas)
-        return AnswerParser(thoughts, calls, most)
+        make_calls = None if syntax is None else partial(ToolParser, syntax, schemas)
+        marks = () if syntax is None else syntax.marks
+        thoughts = (
+            None
+            if row is None
+            else ReasoningParser(row, row.is_open_after(prompt), marks, make_calls)
+        )
+        return AnswerParser(thoughts, None if make_calls is None else make_calls(), most)
 
     def message(self, text: str, prompt: str, use: ToolUse | None) -> ChatMessage:
         """The message that a whole answer is."""

@@ -6,10 +6,10 @@ channels, which tool_parser.py reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, Steps, num_held_back
+from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, Steps, first_of, num_held_back
 from nanoengine.text.tokenizer import Tokenizer
 
 
@@ -38,6 +38,7 @@ REASONING_SYNTAXES = (
 )
 ALIASES = dict.fromkeys(("qwen3", "glm45"), "deepseek_r1")  # the same tags
 BY_NAME = {row.name: row for row in REASONING_SYNTAXES}
+MAX_MARKS = 16  # of calls, in thoughts that never end; the rest is thoughts
 BY_NAME |= {alias: BY_NAME[name] for alias, name in ALIASES.items()}
 
 
@@ -94,13 +95,23 @@ def _past(mark: tuple[int, ...], token_ids: Sequence[int], start: int) -> int | 
 
 class ReasoningParser(PieceReader):
     """Splits an answer into one block of thoughts, which comes first if there is one, and its
-    content. Line breaks around both belong to neither.
+    content. Line breaks around both belong to neither. Thoughts that never end do so before a call.
     """
 
-    def __init__(self, syntax: ReasoningSyntax, is_open: bool) -> None:
-        """is_open: whether the prompt has begun the thoughts."""
+    def __init__(
+        self,
+        syntax: ReasoningSyntax,
+        is_open: bool,
+        marks: tuple[str, ...] = (),
+        calls: Callable[[], PieceReader] | None = None,
+    ) -> None:
+        """is_open: whether the prompt has begun the thoughts. marks: what calls of tools begin
+        with. calls: makes a reader of them.
+        """
         self._syntax = syntax
         self._is_open = is_open
+        self._marks = marks
+        self._calls = calls
         super().__init__()
 
     def _read(self) -> Steps[None]:
@@ -115,15 +126,34 @@ class ReasoningParser(PieceReader):
         yield Piece(Kind.CONTENT, self.take(len(self.left)))
 
     def _thoughts(self) -> Steps[None]:
-        """Give out all before the end, but for the line breaks before it."""
-        end = self._syntax.end
+        """Give out all before the end, but for the line breaks before it. From the mark of a call
+        on, it waits for the end: what is closed is thoughts.
+        """
+        end, marks = self._syntax.end, self._marks
         while (at := self.left.find(end)) < 0 and not self.has_ended:
-            certain = len(self.left) - num_held_back(self.left, (end,))
+            certain, mark = first_of(self.left, marks)
+            if not mark:
+                certain = len(self.left) - num_held_back(self.left, (end, *marks))
             yield Piece(Kind.REASONING, self.take(len(self.left[:certain].rstrip("\n"))))
             yield None
-        text = self.left[:at] if at >= 0 else self.left
-        self.take(len(text) + len(end))
+        text = self.left[: at if at >= 0 else self._before_call()]
+        self.take(len(text) + (len(end) if at >= 0 else 0))
         yield Piece(Kind.REASONING, text.rstrip("\n"))
+
+    def _before_call(self) -> int:
+        """Where the first call begins; the end of the text if there is none."""
+        start = 0
+        for _ in range(MAX_MARKS):
+            at, mark = first_of(self.left[start:], self._marks)
+            if not mark or self._calls is None:
+                break
+            start += at
+            reader = self._calls()
+            pieces = reader.feed(self.left[start:], len(self.left)) + reader.end()
+            if pieces and pieces[0].kind is Kind.NAME:
+                return start
+            start += len(mark)
+        return len(self.left)
 
     def _lines_skipped(self) -> Steps[None]:
         while True:

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine.outputs import ChatMessage
-from nanoengine.text.answer_parser import AnswerParser, message_of
+from nanoengine.text.answer_parser import AnswerParser, ChatParsers, message_of
 from nanoengine.text.answer_pieces import Kind, Piece, merged
 from nanoengine.text.reasoning import BY_NAME as REASONING
 from nanoengine.text.reasoning import ReasoningParser, ThoughtTokens
 from nanoengine.text.tool_parser import ChannelParser, ToolParser
 from nanoengine.text.tool_syntax import BY_NAME, PLAIN
+from nanoengine.text.tools import read_tools
 
 PARIS = {"city": "Paris", "days": 3}
 SCHEMA = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -327,6 +328,29 @@ def test_calls_after_thoughts() -> None:
     message = message_of(parted(made, f"{HERMES}?\n</think>\n\n{HERMES}", [3, 30, 90]))
     assert message.reasoning == f"{HERMES}?" and message.content is None
     assert calls_of(message) == [CALL]
+
+
+@pytest.mark.parametrize("cuts", [[], [2, 25, 60], list(range(300))])
+@pytest.mark.parametrize(
+    ("answer", "reasoning", "content", "calls"),
+    [
+        (f"hm\n{HERMES}", "hm", None, [CALL]),
+        (f"a <tool_call>?\n\n{HERMES}\n{HERMES}", "a <tool_call>?", None, [CALL, CALL]),
+        (f"{HERMES}\nSo", "", "\nSo", [CALL]),
+        ("hm <tool_call> hm <tool", "hm <tool_call> hm <tool", "", []),
+        ("hm <tool_call>\n" * 40, ("hm <tool_call>\n" * 40).rstrip(), "", []),
+    ],
+)
+def test_a_call_ends_thoughts_that_never_end(
+    answer: str, reasoning: str, content: str | None, calls: list[Any], cuts: list[int]
+) -> None:
+    """As vLLM has it, but for a mark without a call, and a call in thoughts that do end."""
+    parsers = ChatParsers(BY_NAME["hermes"], REASONING["qwen3"], shows_tools=True)
+    functions = [{"type": "function", "function": {"name": n, **s}} for n, s in SCHEMAS.items()]
+    made = parsers.parser("a<think>\n", read_tools(functions, "auto"))
+    message = message_of(parted(made, answer, cuts))
+    assert (message.reasoning, message.content) == (reasoning, content)
+    assert calls_of(message) == calls
 
 
 BARE = "<|tool_call>call:now"
