@@ -31,7 +31,7 @@ def form_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def form_key(given: Mapping[str, Any]) -> str:
-    """What a body calls the form of its answer."""
+    """What a body calls the form of its answer, or tools, whose calls have a form."""
     keys = (CHAT_FORMAT,), TEXT_FORMAT.split("."), OUTPUT_FORMAT.split(".")
     for path in keys:
         asked: Any = given
@@ -39,7 +39,7 @@ def form_key(given: Mapping[str, Any]) -> str:
             asked = asked.get(name) if isinstance(asked, Mapping) else None
         if isinstance(asked, Mapping) and asked.get("type") != "text":
             return ".".join(path)
-    return OWN_FORM
+    return OWN_FORM if given.get(OWN_FORM) is not None or not given.get("tools") else "tools"
 
 
 def form_in(asked: object, where: str) -> dict[str, Any] | None:

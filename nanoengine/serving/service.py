@@ -10,7 +10,12 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    ExitStack,
+    asynccontextmanager,
+)
 from typing import Any
 
 from starlette.requests import Request
@@ -71,7 +76,7 @@ class Service:
         """Generate the texts; send them whole, or as events if that is wanted. last: what a stream
         ends with.
         """
-        with named_as_given({OWN_FORM: asked.form_key}):  # the engine reads the form
+        with _form_named(asked):
             return await self._answer(request, asked, writer, last)
 
     async def _answer(
@@ -86,7 +91,7 @@ class Service:
             if streams is None:
                 return GONE
             return EventStream(
-                self._events(streams, writer, last),
+                self._events(asked, streams, writer, last),
                 held.pop_all(),
                 self.options.keep_alive_seconds,
                 self.options.stall_seconds,
@@ -127,21 +132,27 @@ class Service:
         return await self.prompts.run(lambda: json_response(writer.whole(outputs)))
 
     async def _events(
-        self, streams: list[TokenStream], writer: Writer, last: bytes
+        self, asked: Asked, streams: list[TokenStream], writer: Writer, last: bytes
     ) -> AsyncGenerator[bytes, None]:
         """The events of a stream. Raises its error."""
         begun: set[int] = set()  # prompts whose first deltas have come
-        async for index, deltas in _deltas(streams):
-            self.metrics.came(streams[index], deltas)
-            events: list[Event] = []
-            if index not in begun:
-                begun.add(index)
-                events += writer.begin(streams[index].begun(), index)
-            events += writer.of(deltas, index)
-            if events:
-                yield _joined(events)
+        with _form_named(asked):
+            async for index, deltas in _deltas(streams):
+                self.metrics.came(streams[index], deltas)
+                events: list[Event] = []
+                if index not in begun:
+                    begun.add(index)
+                    events += writer.begin(streams[index].begun(), index)
+                events += writer.of(deltas, index)
+                if events:
+                    yield _joined(events)
         outputs = [stream.output for stream in streams if stream.output is not None]
         yield _joined(writer.end(outputs)) + last
+
+
+def _form_named(asked: Asked) -> AbstractContextManager[None]:
+    """The engine reads the form of an answer; its errors say what the body calls it."""
+    return named_as_given({OWN_FORM: asked.form_key})
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:

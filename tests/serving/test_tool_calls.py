@@ -75,6 +75,18 @@ def test_a_call_in_a_text(tool_server: LiveServer) -> None:
     assert none["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_error_of_a_forms_tokens_names_the_tools(
+    tool_server: LiveServer, is_stream: bool
+) -> None:
+    """Their calls have the form, as the body has no other."""
+    body = ASKED | {"tool_choice": "required", "allowed_token_ids": [5], "stream": is_stream}
+    status, answer = tool_server.post(CHAT, **body)
+    error = answer["error"]
+    assert (status, error["param"]) == (400, "tools")
+    assert error["message"].startswith("tools with allowed_token_ids leave no token")
+
+
 def test_an_answer_that_must_call(tool_server: LiveServer) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     for seed, choice in enumerate([named, named, "required"]):
