@@ -39,12 +39,11 @@ def read_eos_id(folder: Path) -> int | None:
 
     Raises ModelLoadError for a damaged file.
     """
-    path = folder / "tokenizer_config.json"
-    config = read_json_if_any(path)
-    text = _special_token(path, config, "eos_token")
+    text = _special_tokens(folder).get("eos_token")
     if text is None:
         return None
-    added = config.get("added_tokens_decoder")
+    path = folder / "tokenizer_config.json"
+    added = read_json_if_any(path).get("added_tokens_decoder")
     if not added:
         path = folder / "tokenizer.json"
         added = read_json_if_any(path).get("added_tokens") or []

@@ -791,7 +791,7 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         (7, None, {"eos_token": None}, (7,)),
     ],
 )
-@pytest.mark.parametrize("where", ["tokenizer_config", "tokenizer"])
+@pytest.mark.parametrize("where", ["tokenizer_config", "tokenizer", "special_tokens_map"])
 def test_every_end_token_counts(
     tmp_path: Path, config: Any, generation: Any, tokenizer: Any, ids: tuple[int, ...], where: str
 ) -> None:
@@ -803,6 +803,8 @@ def test_every_end_token_counts(
             files["tokenizer_config"] = tokenizer | {"added_tokens_decoder": added}
         else:
             files["tokenizer"] = {"added_tokens": [{"id": 2, "content": "</s>"}]}
+        if where == "special_tokens_map":
+            files[where] = files.pop("tokenizer_config")
     assert config_of(tmp_path, {"eos_token_id": config}, **files).eos_token_ids == ids
 
 
