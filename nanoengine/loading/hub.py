@@ -42,13 +42,14 @@ def fetch_config(name: str, folder: Path) -> Path:
     downloaded if it is missing there. The cache gets no model without weights. Raises
     ModelNotFoundError.
     """
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
 
     with _as_not_found(name):
         cached = try_to_load_from_cache(name, "config.json")
         if isinstance(cached, str):
             return Path(cached).parent
-        return Path(hf_hub_download(name, "config.json", local_dir=folder)).parent
+        # Without a network it fails at once; hf_hub_download tries for 25 s.
+        return Path(snapshot_download(name, allow_patterns=["config.json"], local_dir=folder))
 
 
 @contextmanager
