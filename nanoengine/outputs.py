@@ -99,6 +99,10 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     message: ChatMessage | None = field(default=None, compare=False)  # ids of calls are random
 
+    def finished(self) -> bool:
+        """Whether the text has ended."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True, slots=True)
 class StreamDelta(str):

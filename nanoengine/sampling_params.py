@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import FrozenInstanceError, dataclass, replace
 from json import dumps, loads
 from typing import Any, TypeVar
 
@@ -42,11 +42,19 @@ MIN_TEMPERATURE = 0.01
 
 
 def _explained(kind: type[Params]) -> type[Params]:
-    """Decorate a class: a field that it does not have is an InvalidParamsError in words."""
+    """Decorate a class: a field that it does not have is an error in words, and so is a change."""
     init = explains_unknown(PARAMETER, f" of {kind.__name__}")(kind.__init__)
     # The same, with words for an error.
     kind.__init__ = ends_at_the_user(init)  # type: ignore[method-assign]
+    kind.__setattr__ = _stays  # type: ignore[method-assign]
     return kind
+
+
+def _stays(self: object, name: str, value: object) -> None:
+    raise FrozenInstanceError(
+        f"a {type(self).__name__} stays as it is made; a changed one is "
+        f"dataclasses.replace(params, {name}={shown(value)})"
+    )
 
 
 @_explained

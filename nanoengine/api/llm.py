@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack, cast
@@ -125,7 +125,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of them, in order.
 
@@ -134,6 +134,7 @@ class LLM:
         as in transformers and vLLM: a tokenizer that adds a beginning-of-sequence token adds one
         even if the text has its own; to prevent that, give token ids.
         sampling_params: a SamplingParams, or a dict of its fields, for all prompts, or one each.
+        use_tqdm: whether to show a progress bar, or what makes one, such as a subclass of tqdm.
         Raises RequestError for a single bad prompt; in a list, that output's `error` is set, its
         finish_reason is "error", the others are answered, and a UserWarning names the first error.
         Ctrl-C aborts all requests and raises KeyboardInterrupt as usual.
@@ -148,7 +149,7 @@ class LLM:
         self,
         messages: Messages | list[Messages],
         sampling_params: Params = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: TemplateKwargs = None,
         tools: Tools = None,
@@ -196,7 +197,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         **settings: Any,
     ) -> list[BeamSearchOutput]:
         """Find the most probable continuations of one prompt or a list of them by beam search:
@@ -334,7 +335,11 @@ class LLM:
         return ChatParsers.of(self.tokenizer)
 
     def _answer(
-        self, requests: list[GivenPrompt], params: Params, single: bool, use_tqdm: bool
+        self,
+        requests: list[GivenPrompt],
+        params: Params,
+        single: bool,
+        use_tqdm: bool | Callable[..., Any],
     ) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         positions: dict[int | str, int] = {}
@@ -378,10 +383,10 @@ class LLM:
             return deltas
 
     def _run(
-        self, unfinished: set[int | str], use_tqdm: bool, turn: Turn
+        self, unfinished: set[int | str], use_tqdm: bool | Callable[..., Any], turn: Turn
     ) -> Iterator[RequestOutput]:
         """Step until every request in `unfinished` has finished; yields their outputs."""
-        with progress_bar("requests", len(unfinished), use_tqdm and bool(unfinished)) as bar:
+        with progress_bar("requests", len(unfinished), use_tqdm) as bar:
             progress = RequestProgress(bar)
             while unfinished:
                 for output in turn.run(self.llm_engine.step):

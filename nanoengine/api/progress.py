@@ -20,10 +20,11 @@ from nanoengine.sequence import Sequence
 READ_EVERY_S = 0.5  # a step may take a millisecond
 
 
-def progress_bar(what: str, total: int, is_wanted: bool) -> Any:
-    """A tqdm bar; hidden in a program without stderr."""
-    bar = _bar_class()
-    return bar(total=total, desc=what, disable=not is_wanted or sys.stderr is None)
+def progress_bar(what: str, total: int, use_tqdm: bool | Callable[..., Any]) -> Any:
+    """A tqdm bar; hidden in a program without stderr. use_tqdm: True, or what makes one."""
+    bar = use_tqdm if callable(use_tqdm) else _bar_class()
+    is_hidden = not use_tqdm or not total or sys.stderr is None
+    return bar(total=total, desc=what, disable=True) if is_hidden else bar(total=total, desc=what)
 
 
 class RequestProgress:

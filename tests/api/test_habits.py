@@ -9,12 +9,13 @@ import shutil
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 
 import nanoengine
 from nanoengine import (
@@ -254,3 +255,25 @@ def test_none_for_an_argument_of_vllm_asks_for_nothing(llm: LLM) -> None:
     for other in ({"lora_request": 1}, {"lora_reqest": None}):
         with pytest.raises(InvalidParamsError, match="unknown argument"):
             llm.generate("a", GREEDY, **other)
+
+
+def test_the_bar_may_be_ones_own(llm: LLM) -> None:
+    """As for vLLM, use_tqdm may be what makes the bar."""
+    made = []
+
+    def bar(**given: Any) -> Any:
+        made.append(tqdm(**given, disable=True))
+        return made[-1]
+
+    outputs = llm.generate(["a", "b"], GREEDY, use_tqdm=bar)
+    outputs += llm.chat(TALK, GREEDY, use_tqdm=bar)
+    llm.beam_search("a", beam_width=2, max_tokens=2, use_tqdm=bar)
+    assert len(made) == 3 and all(completion.finished() for completion in outputs[0].outputs)
+
+
+def test_parameters_are_changed_in_a_copy(llm: LLM) -> None:
+    """Examples of vLLM change those that they were given."""
+    params = llm.get_default_sampling_params()
+    with pytest.raises(FrozenInstanceError, match=r"dataclasses\.replace\(params, max_tokens=5\)"):
+        params.max_tokens = 5  # type: ignore[misc]
+    assert replace(params, max_tokens=5).max_tokens == 5
