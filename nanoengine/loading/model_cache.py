@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,11 @@ def _is_others(root: Path) -> bool:
     return bool(status.st_mode & 0o022) or (user != 0 and status.st_uid not in (user, 0))
 
 
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
+
+
 def _writable_root() -> Path:
     problems = []
     for root in _places():
@@ -328,7 +334,7 @@ def _writable_root() -> Path:
             problems.append(f"{root}: {error.strerror}")
             continue
         if problems:
-            logger.warning("cannot write %s; converted models go to %s", problems[0], root)
+            _warn_once(f"cannot write {problems[0]}; converted models go to {root}")
         return root
     raise ModelLoadError(
         f"no folder for converted models can be written ({'; '.join(problems) or NO_FOLDER}); "

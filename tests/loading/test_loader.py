@@ -324,6 +324,8 @@ def test_an_unwritable_cache_falls_back_to_a_temporary_folder(
     folder = resolve_model(source)
     assert own_temporary_folder in folder.parents and "cannot write" in caplog.text
     assert resolve_model(source) == folder and conversions.count == 1
+    shutil.rmtree(folder)
+    assert resolve_model(source) == folder and caplog.text.count("cannot write") == 1
 
 
 def test_a_temporary_folder_open_to_others_is_not_trusted(
