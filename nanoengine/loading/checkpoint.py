@@ -25,6 +25,7 @@ from nanoengine.errors import (
 from nanoengine.loading.mxfp4 import GROUP, mxfp4_rows, unpack_mxfp4
 from nanoengine.loading.refused import about_folder
 from nanoengine.loading.wrappers import text_names
+from nanoengine.models.architecture import MTP_JOIN
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.stored_codes import (
     CODES_KEY,
@@ -46,6 +47,7 @@ PACKED_DTYPES = {"U8": torch.bfloat16}  # of MXFP4, and what it becomes
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Heads that guess further tokens; the model does not need them (mtp_names.py says who does).
 GUESSING_HEADS = ("mtp.",)
+GUESSING_PART = f"{MTP_JOIN}.weight"
 # Buffers in old checkpoints, which models compute themselves.
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)
 MAX_FILE_NAME = 255  # characters, the limit of file systems
@@ -296,14 +298,15 @@ def check_names(
 ) -> None:
     """Check that the checkpoint holds exactly the tensors `needed` (name to shape, before fusion).
 
-    Unneeded tensors whose names begin or end with one of `ignorable` are allowed, and
-    GUESSING_HEADS. Raises
+    Unneeded tensors whose names begin or end with one of `ignorable` are allowed, and those of
+    heads that guess further tokens: GUESSING_HEADS, and layers with GUESSING_PART. Raises
     WeightMismatchError with the missing, unexpected and wrongly shaped tensors, and
     UnsupportedModelError for a needed tensor that is not float32, float16 or bfloat16.
     """
     present = reader.names()
     missing = sorted(needed.keys() - present)
-    allowed = tuple(ignorable)
+    heads = (n.removesuffix(GUESSING_PART) for n in present if n.endswith(GUESSING_PART))
+    allowed = (*ignorable, *heads)
     unexpected = sorted(
         name
         for name in present - needed.keys()

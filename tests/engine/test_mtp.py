@@ -4,6 +4,7 @@ and nothing else.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from driver import STREAMED, Driver, small_engine
 from fixed_drafts import scored
 from marks import named, needs_compiler
 from mtp_models import (
+    FILE,
     chained,
     half_right,
     head_logits,
@@ -26,6 +28,7 @@ from mtp_models import (
     with_head,
     wrap,
 )
+from safetensors.torch import load_file, save_file
 from shadow import Boom
 from torch import Tensor
 
@@ -385,6 +388,25 @@ def test_beams_never_ask_it(tiny: Callable[[str], Path], tmp_path: Path) -> None
         llm.close()
     assert found[0] == found[1]
     assert not said
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("speculative", ["off", "mtp:1"])
+def test_further_heads_are_not_needed(
+    tiny: Callable[[str], Path], heads: Any, tmp_path: Path, speculative: str
+) -> None:
+    """Of a model with num_nextn_predict_layers above 1 the first head guesses, if any does."""
+    path = Path(shutil.copytree(heads("deepseek-v3"), tmp_path / "model"))
+    tensors = load_file(path / FILE)
+    first = f"model.layers.{read_model_config(path).num_layers}."
+    more = {
+        n.replace(first, "model.layers.9."): t.clone() for n, t in tensors.items() if first in n
+    }
+    save_file(tensors | more, path / FILE, {"format": "pt"})
+    for (ids, _), (wanted, _) in zip(
+        plain(path, speculative=speculative), plain(tiny("deepseek-v3")), strict=True
+    ):
+        assert ids == wanted
 
 
 def test_guesses_are_made_where_they_pay(tiny: Callable[[str], Path], tmp_path: Path) -> None:
