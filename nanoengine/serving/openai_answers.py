@@ -54,7 +54,9 @@ NAMES = {
     *(*PARAMS, *COMMON, *OWN[CHAT], *OWN[COMPLETIONS], "max_output_tokens", "text", TEXT_FORMAT),
     *("include", "instructions", "metadata", "user"),
     *("continue_final_message", "add_generation_prompt"),
+    *("add_special_tokens", "return_token_strs"),
 }
+TOKENS_OF = ("prompt", "messages", "tokens")  # keys of /tokenize and /detokenize
 
 
 def chat_body(
@@ -221,7 +223,7 @@ def _param(error: RequestError, endpoint: str | None) -> str | None:
     # The text of an error about a parameter begins with its name, or with that of a part of it.
     name = str(re.findall("^[a-z_.]*", str(error))[0])
     if isinstance(error, InvalidPromptError | PromptTooLongError) and name != "cache_salt":
-        return PROMPTS.get(endpoint or "")
+        return PROMPTS.get(endpoint or "", name if name in TOKENS_OF else None)
     while name and name not in NAMES:
         name = name.rpartition(".")[0]
     return name or None

@@ -241,6 +241,22 @@ def test_an_error_is_openais_object(
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"messages": 5}, "messages"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+    ],
+)
+def test_errors_of_tokens_name_their_key(
+    server: LiveServer, path: str, body: dict[str, Any], param: str
+) -> None:
+    status, found = server.post(path, **body)
+    assert (status, found["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
         (CHAT, {"messages": MESSAGES, "max_tokens": 600}, "messages"),
         (CHAT, {"messages": MESSAGES, "max_completion_tokens": 600, "stream": True}, "messages"),
         (COMPLETIONS, {"prompt": [5] * 500, "max_tokens": 13}, "prompt"),
