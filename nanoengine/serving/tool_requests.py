@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, shown
-from nanoengine.text.tools import ALLOWED, AUTO, NONE, REQUIRED, ToolUse, read_tools
+from nanoengine.text.tools import A_TOOL, ALLOWED, AUTO, NONE, REQUIRED, ToolUse, read_tools
 
 # Anthropic's choices: what they are in a chat, where the last one is a name.
 CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE, "tool": ""}
@@ -24,7 +24,7 @@ def responses_tools(tools: Any, choice: Any, is_parallel: bool) -> ToolUse | Non
     elif isinstance(choice, Mapping) and choice.get("type") == ALLOWED:
         some = {"mode": choice.get("mode"), "tools": _each(choice.get("tools"), _of_response)}
         choice = {"type": ALLOWED, ALLOWED: some}
-    names = {".function": ""}
+    names = {A_TOOL: '{"type": "function", "name": ..., "parameters": ...}', ".function": ""}
     return _read(_each(tools, _of_response), choice, is_parallel, names)
 
 
@@ -33,7 +33,11 @@ def messages_tools(tools: Any, choice: Any) -> ToolUse | None:
     is_parallel, meant = True, None
     if choice is not None:
         is_parallel, meant = _choice(choice)
-    names = {".function.parameters": ".input_schema", ".function": ""}
+    names = {
+        A_TOOL: '{"name": ..., "input_schema": ...}',
+        ".function.parameters": ".input_schema",
+        ".function": "",
+    }
     return _read(_each(tools, _of_message), meant, is_parallel, names)
 
 

@@ -19,6 +19,7 @@ MAX_TOOLS = 128
 NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{MAX_NAME}}}")
 NONE, AUTO, REQUIRED = "none", "auto", "required"
 ALLOWED = "allowed_tools"
+A_TOOL = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
 NO_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",
     "properties": {},
@@ -87,10 +88,9 @@ def _tool(tool: object, where: str) -> Mapping[str, Any]:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if kind != "function" or not isinstance(function, Mapping):
+        got = shown(tool if kind in (None, "function") else kind)
         raise InvalidParamsError(
-            f'{where} must be {{"type": "function", "function": {{"name": ..., "parameters": '
-            f"...}}}}, got {shown(tool if kind in (None, 'function') else kind)}; the server runs "
-            "no tools of its own"
+            f"{where} must be {A_TOOL}, got {got}; the server runs no tools of its own"
         )
     check_name(function.get("name"), f"{where}.function.name")
     _check_text(function.get("description"), f"{where}.function.description")
