@@ -124,7 +124,7 @@ class ChatParsers:
         frame = self._syntax(use).frame
         kind, schema = ("", "") if form is None else form.source
         if use.must_call and frame is not None:
-            if form is None:
+            if kind in ("", "json", "json_object"):  # of a content, which there is not
                 return form_of_calls(use, frame, self.special_tokens)
             raise InvalidParamsError(
                 f"tool_choice={shown(use.choice)} and a form of the answer exclude each other; "

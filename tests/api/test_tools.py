@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,12 @@ def test_a_form_and_a_call_exclude_each_other(llm: LLM) -> None:
     params = SamplingParams(structured_outputs={"regex": "a"})
     with pytest.raises(InvalidParamsError, match="exclude each other"):
         llm.chat(TALK, params, use_tqdm=False, tools=TOOLS, tool_choice="required")
+
+
+def test_a_call_that_must_come_needs_no_form_in_json(llm: LLM) -> None:
+    """There is no content that could have it; instructor sends both, and vLLM takes the call."""
+    asked: Any = {"use_tqdm": False, "tools": TOOLS, "tool_choice": "required"}
+    (wanted,) = llm.chat(TALK, PARAMS, **asked)
+    for form in ({"json": {"type": "object"}}, {"json_object": True}):
+        (found,) = llm.chat(TALK, replace(PARAMS, structured_outputs=form), **asked)
+        assert found["token_ids"] == wanted["token_ids"]

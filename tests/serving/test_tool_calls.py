@@ -211,7 +211,7 @@ def test_thoughts_that_are_not_wanted_are_not_in_the_log_probabilities(seed: int
         ({"tools": [{"type": "function", "function": {"name": "a.b"}}]}, "must be 1 to 64 of"),
         ({"tools": [], "tool_choice": "required"}, "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "rm"}}}, "'rm', which is not"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude each"),
+        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "exclude each"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls must be true or false"),
         ({"functions": [{}]}, "here it is tools"),
     ],
