@@ -181,6 +181,10 @@ class AsyncLLM:
         """
         self._close()
 
+    def shutdown(self) -> None:
+        """close() (vLLM's name)."""
+        self.close()
+
     async def aclose(self) -> None:
         """close() without blocking the event loop."""
         await asyncio.to_thread(self.close)

@@ -667,7 +667,7 @@ def test_closing_ends_open_requests(tiny: Callable[[str], Path], from_thread: bo
         if from_thread:
             await llm.aclose()
         else:
-            llm.close()
+            llm.shutdown()  # vLLM's name of close()
         with pytest.raises(EngineClosedError, match="closed"):
             async for _ in outputs:
                 pass
