@@ -162,6 +162,14 @@ def _add_page(app: FastAPI, service: Service) -> None:
         return json_response(asdict(await service.llm.block_map()))
 
 
+def _like(app: FastAPI, asked: str) -> str:
+    """The path that differs from this one in its beginning, such as /v1, alone; "" if none does."""
+    paths = [
+        route.path for route in app.routes if isinstance(route, APIRoute) and len(route.path) > 1
+    ]
+    return min((p for p in paths if p.endswith(asked) or asked.endswith(p)), key=len, default="")
+
+
 def _add_errors(app: FastAPI) -> None:
     """Errors before an endpoint is reached."""
 
@@ -169,8 +177,10 @@ def _add_errors(app: FastAPI) -> None:
         """A path or a method that there is not."""
         status = error.status_code if isinstance(error, HTTPException) else 404
         what = f"{request.method} {request.url.path}"
+        meant = _like(app, request.url.path)
+        hint = f"did you mean {meant}?" if meant else "GET /openapi.json lists what there is"
         code, text = {
-            404: ("unknown_url", f"there is no {what}; GET /openapi.json lists what there is"),
+            404: ("unknown_url", f"there is no {what}; {hint}"),
             405: ("method_not_allowed", f"there is no {what}; the path has another method"),
         }.get(status, ("invalid_request", str(error)))
         headers = getattr(error, "headers", None)

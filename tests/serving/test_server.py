@@ -225,6 +225,9 @@ def test_tokens_with_tools(tool_server: LiveServer) -> None:
         ("POST", "/detokenize", {"tokens": [-1]}, 400, "invalid_prompt", "a list of token ids"),
         ("GET", "/v1/models/x", None, 404, "model_not_found", "this server has 'tiny'"),
         ("GET", CHAT, None, 405, "method_not_allowed", "another method"),
+        ("POST", "/chat/completions", {}, 404, "unknown_url", f"did you mean {CHAT}?"),
+        ("POST", "/v1/v1/messages", {}, 404, "unknown_url", "did you mean /v1/messages?"),
+        ("POST", "/v1/embeddings", {}, 404, "unknown_url", "GET /openapi.json lists"),
         ("GET", "/nowhere", None, 404, "unknown_url", "there is no GET /nowhere"),
     ],
 )
