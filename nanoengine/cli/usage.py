@@ -38,5 +38,5 @@ def unknown_flag(text: str, parser: argparse.ArgumentParser) -> str:
     }
     near = near_name(name, known)
     hint = f"did you mean --{near.replace('_', '-')}?" if near else ""
-    hint = sentence_of(name) or hint
+    hint = "the model needs no flag" if name == "model" else sentence_of(name) or hint
     return f"unknown flag {shown(flag)}{'; ' if hint else ''}{hint}{more}"

@@ -86,6 +86,7 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "m", "--contxt", "5"], "'--contxt'; did you mean --context?"),
         (["plan", "m", "--block-size", "5"], "'--block-size'; here it is kvcache_block_size (see"),
         (["run", "m", "p", "--max-new-tokens", "5"], "here it is max_tokens (see"),
+        (["serve", "--model", "m"], "unknown flag '--model'; the model needs no flag (see"),
         (["chat", "m", "--qqqq"], "unknown flag '--qqqq' (see nanoengine chat --help)"),
         (["run", "m", "two", "words"], "unexpected argument 'words'; put a prompt of several"),
         (["--versio"], "unknown flag '--versio'; did you mean --version? (see nanoengine --help)"),
