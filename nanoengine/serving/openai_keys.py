@@ -73,6 +73,7 @@ REFUSED: Refused = {
     "reasoning_effort": ((), IN_KWARGS),
     "verbosity": (("medium",), IN_KWARGS),
     "enable_thinking": ((), IN_KWARGS),
+    "think": ((), IN_KWARGS),
     "documents": ((), IN_KWARGS),
     "chat_template": ((), "only the model's own template is used"),
     "add_generation_prompt": ((True,), OWN_MESSAGE),
