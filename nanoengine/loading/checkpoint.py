@@ -46,7 +46,7 @@ CODE_DTYPES = {"U8": torch.uint8}
 PACKED_DTYPES = {"U8": torch.bfloat16}  # of MXFP4, and what it becomes
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Heads that guess further tokens; the model does not need them (mtp_names.py says who does).
-GUESSING_HEADS = ("mtp.",)
+GUESSING_HEADS = ("mtp.", "model.mtp_")
 GUESSING_PART = f"{MTP_JOIN}.weight"
 # Buffers in old checkpoints, which models compute themselves.
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)

@@ -17,12 +17,12 @@ from nanoengine.config.model import ExpertsConfig, ModelConfig
 from nanoengine.errors import CorruptModelError, shown
 from nanoengine.loading.checkpoint import ALL_ROWS, CheckpointReader, Part, Rows
 from nanoengine.loading.mxfp4 import GROUP, PACKED_BYTES
-from nanoengine.models.architecture import ExpertNames
+from nanoengine.models.architecture import CHOICE_BIAS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import CheckedJson
 
 MAX_EXPERTS = 10_000
-COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
+COUNTS = ("moe_num_experts", "num_local_experts", "n_routed_experts", "num_experts")
 PACKED_EXPERTS = ("experts.gate_up_proj_blocks", "experts.down_proj_blocks")  # ends of names
 MLP_KINDS = {"dense", "sparse"}
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -47,8 +47,8 @@ def read_experts(
     of_deepseek = names.shared == "shared_experts"
     if names.shared == "shared_expert":
         shared = content.size("shared_expert_intermediate_size")
-    elif of_deepseek:
-        shared = inner * content.size("n_shared_experts", limit=MAX_EXPERTS)
+    elif of_deepseek and content.get(names.num_shared) != 0:
+        shared = inner * content.size(names.num_shared, limit=MAX_EXPERTS)
     return ExpertsConfig(
         count=count,
         top_k=content.size(names.top_k, limit=count),
@@ -85,7 +85,8 @@ def _groups(content: CheckedJson, names: ExpertNames, count: int) -> dict[str, i
 
 def _dense_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
     """DeepSeek's: the first. GLM's: those listed by their kind. Qwen's: those listed, and all but
-    every `decoder_sparse_step`-th.
+    every `decoder_sparse_step`-th. ERNIE's: the first, the last, and all but every
+    `moe_layer_interval`-th.
     """
     kinds = content.get("mlp_layer_types")
     if kinds is not None:
@@ -100,12 +101,20 @@ def _dense_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
         raise CorruptModelError(
             f"{content.path}: 'mlp_only_layers' must be a list of layers, not {shown(listed)}"
         )
-    step, first = content.size("decoder_sparse_step", 1), content.get("first_k_dense_replace") or 0
-    if type(first) is not int:
-        raise CorruptModelError(
-            f"{content.path}: 'first_k_dense_replace' is {shown(first)}, no number of layers"
-        )
-    return tuple(i for i in range(num_layers) if i < first or i in listed or (i + 1) % step)
+    step = content.size("moe_layer_interval", content.size("decoder_sparse_step", 1))
+    first = _layer_of(content, "first_k_dense_replace", 0)
+    first = _layer_of(content, "moe_layer_start_index", first)
+    last = _layer_of(content, "moe_layer_end_index", -1)
+    end = num_layers if last == -1 else last + 1
+    sparse = (i for i in range(first, min(end, num_layers)) if (i + 1) % step == 0)
+    return tuple(sorted({*range(num_layers)} - {*sparse} | {*listed} & {*range(num_layers)}))
+
+
+def _layer_of(content: CheckedJson, key: str, default: int) -> int:
+    value = content.get(key)
+    if value is not None and type(value) is not int:
+        raise CorruptModelError(f"{content.path}: {key!r} is {shown(value)}, no number of layers")
+    return default if value is None else value
 
 
 def expert_parts(config: ModelConfig, reader: CheckpointReader) -> dict[str, Part]:
@@ -124,6 +133,8 @@ def expert_parts(config: ModelConfig, reader: CheckpointReader) -> dict[str, Par
         router = rf"(?:gate|{names.router})(?:\.layer)?"
         if match := re.fullmatch(rf"{block}{router}\.(weight|bias)", stored):
             found[f"{match[1]}mlp.gate.{match[2]}"] = Part(stored)
+        elif match := re.fullmatch(rf"{block}(?:gate\.)?moe_statics\.{CHOICE_BIAS}", stored):
+            found[f"{match[1]}mlp.gate.{CHOICE_BIAS}"] = Part(stored, 0)  # of one group
         elif match := re.fullmatch(rf"{block}experts\.(\d+)\.(\w+)\.weight", stored):
             part = own.get(match[3], match[3])
             found[f"{match[1]}mlp.experts.{match[2]}.{part}.weight"] = Part(stored)

@@ -46,6 +46,21 @@ _HYBRID_EXPERTS = {
     "shared_expert_intermediate_size": 512,
 }
 
+# ERNIE 4.5.
+_ERNIE: dict[str, Any] = {
+    "pairs_take_turns": True,
+    "requires": {
+        "hidden_act": (None, "silu", "swish"),
+        "use_bias": (None, False),
+        "moe_norm_min": (None, 1e-12),  # in models/experts.py it is 1e-20
+    },
+}
+_ERNIE_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+}
 _GEMMA_NORMS = NormNames(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
@@ -189,6 +204,31 @@ ARCHITECTURES = {
             "moe_intermediate_size": 2048,
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
+        },
+    ),
+    "Ernie4_5ForCausalLM": Architecture(
+        "ERNIE 4.5 (0.3B)",
+        **_ERNIE,
+        defaults=_ERNIE_DEFAULTS | {"head_dim": 128, "num_key_value_heads": 2},
+    ),
+    "Ernie4_5_MoeForCausalLM": Architecture(
+        "ERNIE 4.5 with experts (21B-A3B, 300B-A47B)",
+        **_ERNIE,
+        experts=ExpertNames(
+            renormalises=True,
+            has_choice_bias=True,
+            shared="shared_experts",
+            num_shared="moe_num_shared_experts",
+            top_k="moe_k",
+        ),
+        defaults=_ERNIE_DEFAULTS
+        | {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 1536,
+            "moe_k": 6,
+            "moe_layer_start_index": 1,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
         },
     ),
     "Exaone4ForCausalLM": Architecture(

@@ -24,6 +24,10 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
     Gemma3ForCausalLM,
@@ -395,6 +399,21 @@ TINY: dict[str, TinyModel] = {
         {**LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]},
         seed=33,
     ),
+    # All neighbours are turned; the layer in the middle has experts.
+    "ernie": TinyModel(Ernie4_5Config, Ernie4_5ForCausalLM, {"pad_token_id": None}, seed=51),
+    "ernie-moe": TinyModel(
+        Ernie4_5_MoeConfig,
+        Ernie4_5_MoeForCausalLM,
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "moe_layer_end_index": 1,
+            "pad_token_id": None,
+        },
+        seed=52,
+    ),
     # Neighbours are turned, in 8 of 16 dimensions; norms before and after.
     "glm4": TinyModel(Glm4Config, Glm4ForCausalLM, {"pad_token_id": None}, seed=42),
     "glm": TinyModel(
@@ -605,7 +624,7 @@ def _randomize_vectors(model: torch.nn.Module) -> None:
     small A lets a recurrent state remember for long.
     """
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 or name.endswith("proj_bias"):
+        if parameter.dim() == 1 or name.endswith(("proj_bias", "correction_bias")):
             last = name.rpartition(".")[2].removeprefix("dt_")
             centre = {"A_log": -2.0}.get(last, 0.0 if last.endswith("bias") else 1.0)
             torch.nn.init.normal_(parameter, centre, 0.2)

@@ -83,12 +83,13 @@ LATENT_NAMES = ORIGINAL_NAMES | {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
 }
-for part in EXPERT_NAMES:
-    LATENT_NAMES[f"mlp.shared_experts.{part}_proj"] = f"ffn_{part}_shexp"
+SHARED_NAMES = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES}
+LATENT_NAMES |= SHARED_NAMES
 for shared in ("mlp.shared_expert", "mlp.shared_experts"):
     NEWER_NAMES |= {f"{shared}.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES}
 NAMES = {
     "deepseek2": LATENT_NAMES,
+    "ernie4_5-moe": ORIGINAL_NAMES | SHARED_NAMES,
     "exaone4": EXAONE_NAMES,
     "gemma3": GEMMA_NAMES,
     "gemma4": GEMMA_4_NAMES,
@@ -105,6 +106,7 @@ NEXTN_NAMES = {
 # Whole names, which do not end in ".weight" on both sides.
 ODD_NAMES = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
     "self_attn.sinks": "attn_sinks.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
@@ -117,6 +119,8 @@ WITH_NORM_OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "deepseek2"),
     "Glm4MoeLiteForCausalLM": "deepseek2",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "Exaone4ForCausalLM": "exaone4",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
@@ -366,6 +370,7 @@ class GGUFModel:
                 "tokenizer.chat_template": "{{ messages[0]['content'] }}",
             }
             | (_of_gemma4(config) if arch == "gemma4" else {})
+            | (_of_ernie(config) if arch == "ernie4_5-moe" else {})
             | (_of_granite(config, arch) if arch.startswith("granite") else {})
             | (_of_deepseek(config) if arch == "deepseek2" else {})
         )
@@ -432,6 +437,21 @@ def _of_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("enable_moe_block"):
         settings["expert_used_count"] = config["top_k_experts"]
     return {f"gemma4.{key}": value for key, value in settings.items()}
+
+
+def _of_ernie(config: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's converter writes of experts (Ernie4_5MoeModel in its ernie.py)."""
+    settings = {
+        "expert_count": config["moe_num_experts"],
+        "expert_used_count": config["moe_k"],
+        "interleave_moe_layer_step": config["moe_layer_interval"],
+        "leading_dense_block_count": config["moe_layer_start_index"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_count": config["moe_num_shared_experts"],
+        "expert_shared_feed_forward_length": config["intermediate_size"]
+        // config["num_key_value_heads"],
+    }
+    return {f"ernie4_5-moe.{key}": value for key, value in settings.items()}
 
 
 def _of_granite(config: dict[str, Any], arch: str) -> dict[str, Any]:

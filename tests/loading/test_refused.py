@@ -19,8 +19,7 @@ KINDS = {
     "a mixture of experts": (
         "gpt-oss "
         "DeepseekForCausalLM DeepseekV32ForCausalLM deepseek2 Llama4ForCausalLM "
-        "PhiMoEForCausalLM GraniteMoeSharedForCausalLM MiniMaxM2ForCausalLM "
-        "minimax-m2 Ernie4_5_MoeForCausalLM qwen2moe"
+        "PhiMoEForCausalLM GraniteMoeSharedForCausalLM MiniMaxM2ForCausalLM minimax-m2 qwen2moe"
     ),
     "recurrent or linear attention": (
         "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM qwen35 MambaForCausalLM mamba2 "

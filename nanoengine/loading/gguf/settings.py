@@ -25,6 +25,8 @@ from nanoengine.loading.refused import about_architecture
 
 ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM",  # DeepSeek-V3 and GLM 4.7 Flash, too
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
@@ -51,6 +53,7 @@ ARCHITECTURES = {
 # What no key of a GGUF says: llama.cpp has it in its code.
 FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "deepseek2": {"model_type": "deepseek_v2"},
+    "ernie4_5-moe": {"model_type": "ernie4_5_moe"},
     "glm4moe": {"model_type": "glm4_moe"},
     "gpt-oss": {"model_type": "gpt_oss"},
     "mistral3": {"model_type": "ministral3"},
@@ -66,7 +69,16 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
 SCALED_EXPERTS = ("deepseek2", "glm4moe")
-WITH_EXPERTS = ("gemma4", *SCALED_EXPERTS, "gpt-oss", "granitemoe", "llama", "olmoe", *QWEN_EXPERTS)
+WITH_EXPERTS = (
+    "ernie4_5-moe",
+    "gemma4",
+    *SCALED_EXPERTS,
+    "gpt-oss",
+    "granitemoe",
+    "llama",
+    "olmoe",
+    *QWEN_EXPERTS,
+)
 MAY_TURN_A_PART = ("glm4", "glm4moe", "phi3", *HYBRIDS)
 WITH_WINDOWS = ("exaone4", "gemma3", "gemma4", "gpt-oss", "llama", "phi3")
 SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
@@ -268,12 +280,27 @@ def _experts_settings(
         return settings | {"num_local_experts": settings["num_experts"]}
     if metadata.architecture == "olmoe":
         return settings
+    if metadata.architecture == "ernie4_5-moe":
+        return _ernie_settings(metadata, [i for i in range(num_layers) if i not in dense])
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "num_local_experts": settings.pop("num_experts"),
         "sliding_window": _window(metadata),
         **settings,
+    }
+
+
+def _ernie_settings(metadata: Metadata, sparse: list[int]) -> dict[str, Any]:
+    arch = metadata.architecture
+    return {
+        "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+        "moe_k": metadata.number("expert_used_count"),
+        "moe_layer_end_index": max(sparse, default=0),
+        "moe_layer_interval": metadata.number("interleave_moe_layer_step", 1),
+        "moe_layer_start_index": min(sparse, default=1),
+        "moe_num_experts": metadata.number("expert_count"),
+        "moe_num_shared_experts": metadata.get(f"{arch}.expert_shared_count", int, 0),
     }
 
 

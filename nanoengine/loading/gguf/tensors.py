@@ -249,8 +249,8 @@ class _Layer:
             name = f"{block}{names.shared}_gate.weight"
             return [GgufTensor(name, gate, whole, stored.tensor_type)]
         elif self.part == _CHOICE_BIAS and names.has_choice_bias:
-            name, whole = f"{block}gate.{CHOICE_BIAS}", stored.data
-            return [GgufTensor(name, _shape(stored), whole, stored.tensor_type, dtype="F32")]
+            name, whole = f"{block}gate.{CHOICE_BIAS}", stored.data.reshape(-1)  # ERNIE's: [1, n]
+            return [GgufTensor(name, whole.shape, whole, stored.tensor_type, dtype="F32")]
         return _of_name(self.metadata, self.config, stored, name)
 
     def of_keys_and_values(self, keys: Any, stored: Mapping[str, Any]) -> list[GgufTensor]:
