@@ -188,6 +188,9 @@ def _dynamic(scaling: _Scaling, rope: RopeConfig, dim: int) -> tuple[RopeConfig,
     if dim < 4:
         scaling.corrupt(f"of kind dynamic needs heads of 4 dimensions or more, not {dim}")
     length = max(scaling.max_position, scaling.max_model_len or 0)
+    if scaling.values.get("alpha"):  # Hunyuan's: theta is larger by a fixed power of it
+        theta = rope.theta * scaling.real("alpha") ** (dim / (dim - 2))
+        return replace(rope, kind="default", theta=theta), length
     factor, original = scaling.real("factor"), scaling.max_position
     if factor < 1:
         scaling.corrupt(f"factor {factor} must be at least 1")

@@ -67,6 +67,7 @@ class Architecture:
     models: what models of this architecture are called.
     norm_offset: RMSNorm adds this to its weight, and is in fp32 throughout; None: neither.
     qk_norm: RMSNorm of q and k before the rotation: over each "head", or over "all heads" at once.
+    norms_of_heads: the names of these two. norms_turned: they come after the rotation.
     v_norm: RMSNorm of each head of v, without a weight.
     qkv_bias: q, k and v have a bias even if config.json has no key for it. out_bias: the bias that
     config.json has a key for is also of the output.
@@ -104,6 +105,8 @@ class Architecture:
     norms: NormNames = NormNames()
     norm_offset: float | None = None
     qk_norm: str = ""
+    norms_of_heads: tuple[str, str] = ("q_norm", "k_norm")
+    norms_turned: bool = False
     v_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = True

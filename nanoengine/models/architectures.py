@@ -383,6 +383,19 @@ ARCHITECTURES = {
         experts=ExpertNames("intermediate_size", True, "block_sparse_moe", router="router"),
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
     ),
+    "HunYuanDenseV1ForCausalLM": Architecture(
+        "Hunyuan (dense, 0.5B to 7B, also MT)",
+        qk_norm="head",
+        norms_of_heads=("query_layernorm", "key_layernorm"),
+        norms_turned=True,
+        requires={
+            "hidden_act": (None, "silu", "swish"),
+            "mlp_bias": (None, False),
+            "use_cla": (None, False),
+            "use_qk_norm": (None, True),
+        },
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    ),
     "LlamaForCausalLM": Architecture(
         "Llama 2 to 3.3 and models of its shape, as SmolLM2 and TinyLlama"
     ),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.context import ForwardContext, ReplayKey
+from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.layer_builder import (
     AnyAttention,
     LayerBuilder,
@@ -97,7 +98,10 @@ class Decoder:
         self._layers = [
             self._layer(ops, *each) for each in zip(parts, next_qkvs, rope_of, strict=True)
         ]
-        self._rotaries = [Rotary(kinds, head_dim, device) for head_dim, kinds in ropes.items()]
+        norms_turned = ARCHITECTURES[config.architecture].norms_turned
+        self._rotaries = [
+            Rotary(kinds, head_dim, device, norms_turned) for head_dim, kinds in ropes.items()
+        ]
         self._logit_softcap = config.final_logit_softcap
         self._logit_divisor = config.factors.logits
         self._ops = ops

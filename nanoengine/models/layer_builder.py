@@ -171,6 +171,7 @@ class LayerBuilder:
             config.num_heads,
             shape.num_kv_heads,
             self._head_norms(prefix),
+            architecture.norms_turned,
             architecture.output_gate,
             None if sinks is None else sinks.float(),
             shape.values_are_keys,
@@ -206,7 +207,7 @@ class LayerBuilder:
         """Of q, k and v, as far as the model has them."""
         if not (self._architecture.qk_norm and self._config.has_qk_norm):
             return ()
-        q, k = self._head_norm(prefix + "q_norm"), self._head_norm(prefix + "k_norm")
+        q, k = (self._head_norm(prefix + name) for name in self._architecture.norms_of_heads)
         if not self._architecture.v_norm:
             return q, k
         return q, k, replace(k, weight=torch.ones_like(k.weight))

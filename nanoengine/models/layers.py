@@ -25,20 +25,22 @@ class Attention:
         num_heads: int,
         num_kv_heads: int,
         norms: tuple[Norm, ...] = (),
+        norms_turned: bool = False,
         has_gate: bool = False,
         sinks: Tensor | None = None,
         values_are_keys: bool = False,
     ) -> None:
         """layer: counted among those with attention. norms: of q, of k and perhaps of v, over each
-        head, or over all of them where the weight is as long. has_gate: a gate for each head
-        follows v. sinks: as in AttentionBackend.run. values_are_keys: v is not there, but is k.
+        head, or over all of them where the weight is as long. norms_turned: those come after the
+        rotation; then angles have those of no rotation, too. has_gate: a gate for each head follows
+        v. sinks: as in AttentionBackend.run. values_are_keys: v is not there, but is k.
         """
         self._ops = ops
         self._layer = layer
         num_kv = 1 if values_are_keys else 2
         self._heads = [num_heads, *[num_kv_heads] * num_kv, *[num_heads] * has_gate]
         self._values_are_keys = values_are_keys
-        self._norms = norms
+        self._norms, self._norms_turned = norms, norms_turned
         self._sinks = sinks
 
     def __call__(self, qkv: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
@@ -51,6 +53,9 @@ class Attention:
         fused = qkv.view(tokens, sum(self._heads), -1)
         q, k, *others = fused.split_with_sizes(self._heads, dim=1)
         v, *gates = [k, *others] if self._values_are_keys else others
+        if self._norms_turned:
+            q, k = self._ops.rotate(q, cos, sin), self._ops.rotate(k, cos, sin)
+            (cos, sin), of_queries = of_queries, []
         if self._norms:
             heads = q, k, v
             q, k, v = *map(self._normed, heads, self._norms), *heads[len(self._norms) :]

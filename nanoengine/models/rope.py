@@ -23,9 +23,16 @@ class Rotary:
     """The angles of a step, for each kind of layer. Kind None does not rotate q and k."""
 
     def __init__(
-        self, kinds: Sequence[RopeConfig | None], head_dim: int, device: torch.device
+        self,
+        kinds: Sequence[RopeConfig | None],
+        head_dim: int,
+        device: torch.device,
+        has_none: bool = False,
     ) -> None:
-        """kinds: a layer names its kind by the index."""
+        """kinds: a layer names its kind by the index. has_none: angles have those of no rotation
+        beside each kind's.
+        """
+        self._has_none = has_none
         # [kinds, 1, head_dim / 2] each
         self._inv_freq = torch.stack([_frequencies(k, head_dim) for k in kinds]).to(device)[:, None]
         self._scale: Tensor | None = None
@@ -44,6 +51,8 @@ class Rotary:
         if self._scale is not None:
             cos, sin = cos * self._scale, sin * self._scale
         cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+        if self._has_none:
+            return cos, sin, torch.ones_like(cos), torch.zeros_like(sin)
         if self._of_queries is None:
             return cos, sin
         factors = query_factors(self._of_queries, positions).view(-1, 1, 1)

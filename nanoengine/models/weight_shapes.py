@@ -101,10 +101,10 @@ def _attention_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tu
     dim, has_kv = shape.head_dim, shape.source == layer
     heads, kv_heads = config.num_heads * dim, shape.num_kv_heads * dim
     if architecture.qk_norm and config.has_qk_norm:
-        is_whole = architecture.qk_norm == "all heads"
-        yield f"{part}q_norm.weight", (heads if is_whole else dim,)
+        is_whole, (of_q, of_k) = architecture.qk_norm == "all heads", architecture.norms_of_heads
+        yield f"{part}{of_q}.weight", (heads if is_whole else dim,)
         if has_kv:
-            yield f"{part}k_norm.weight", (kv_heads if is_whole else dim,)
+            yield f"{part}{of_k}.weight", (kv_heads if is_whole else dim,)
     qkv = {"q": heads * (1 + architecture.output_gate)}
     if has_kv:
         qkv |= dict.fromkeys("k" if shape.values_are_keys else "kv", kv_heads)

@@ -51,6 +51,8 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -413,6 +415,21 @@ TINY: dict[str, TinyModel] = {
             "pad_token_id": None,
         },
         seed=52,
+    ),
+    # Norms of q and k after the rotation, whose theta grows by alpha.
+    "hunyuan": TinyModel(
+        HunYuanDenseV1Config,
+        HunYuanDenseV1ForCausalLM,
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "alpha": 50.0,
+                "factor": 1.0,
+            },
+            "pad_token_id": None,
+        },
+        seed=53,
     ),
     # Neighbours are turned, in 8 of 16 dimensions; norms before and after.
     "glm4": TinyModel(Glm4Config, Glm4ForCausalLM, {"pad_token_id": None}, seed=42),

@@ -62,6 +62,10 @@ GLM4_NAMES = ORIGINAL_NAMES | {
     "post_self_attn_layernorm": "post_attention_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
+HUNYUAN_NAMES = ORIGINAL_NAMES | {
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
+}
 NEWER_NAMES = ORIGINAL_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "mlp.router": "ffn_gate_inp",
@@ -94,6 +98,7 @@ NAMES = {
     "gemma3": GEMMA_NAMES,
     "gemma4": GEMMA_4_NAMES,
     "glm4": GLM4_NAMES,
+    "hunyuan-dense": HUNYUAN_NAMES,
     "qwen2moe": NEWER_NAMES | {"post_attention_layernorm": "ffn_norm"},
     **dict.fromkeys(("glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), NEWER_NAMES),
     "seed_oss": NEWER_NAMES,
@@ -130,6 +135,7 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral3",
     "MistralForCausalLM": "llama",
@@ -214,6 +220,8 @@ class GGUFModel:
             divisors[: int(pairs * full["partial_rotary_factor"])] = 1
             self.tensors["rope_freqs.weight"] = divisors
         self.settings = self._settings()
+        if self.arch == "hunyuan-dense":
+            _scale_theta(self)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         alphabet[alphabet.index("ÿ")] = "ab"  # a merge; the byte 255 is in no text
         padding = [f"[PAD{i}]" for i in range(self.config["vocab_size"] - len(SPECIAL) - 256)]
@@ -452,6 +460,19 @@ def _of_ernie(config: dict[str, Any]) -> dict[str, Any]:
         // config["num_key_value_heads"],
     }
     return {f"ernie4_5-moe.{key}": value for key, value in settings.items()}
+
+
+def _scale_theta(model: GGUFModel) -> None:
+    """What llama.cpp's converter makes of alpha (HunYuanModel in its hunyuan.py)."""
+    rope, dim = model.config["rope_parameters"], model.config["head_dim"]
+    theta = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))
+    model.settings |= {
+        "hunyuan-dense.rope.freq_base": theta,
+        "hunyuan-dense.rope.scaling.type": "none",
+        "hunyuan-dense.rope.scaling.factor": 1.0,
+        "hunyuan-dense.rope.scaling.original_context_length": 256 * 1024,
+        "hunyuan-dense.context_length": 256 * 1024,
+    }
 
 
 def _of_granite(config: dict[str, Any], arch: str) -> dict[str, Any]:

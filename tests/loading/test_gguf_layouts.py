@@ -43,8 +43,16 @@ from nanoengine.models.stored_codes import CodedWeight, numbers_of
 Tiny = Callable[[str], Path]
 NAMES = ("glm4-moe", "gpt-oss", "qwen2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next-moe")
 NAMES += ("gemma4", "gemma4-moe", "gemma4-shared", "deepseek-v2", "deepseek-v3", "glm4-moe-air")
-NAMES += ("ernie", "ernie-moe")
-NAMES += ("exaone4", "exaone4-full", "glm4", "granite", "granite-moe")
+NAMES += (
+    "ernie",
+    "ernie-moe",
+    "exaone4",
+    "exaone4-full",
+    "glm4",
+    "granite",
+    "granite-moe",
+    "hunyuan",
+)
 NAMES += ("ministral3", "seed-oss")
 BY_DEFAULT = (
     *NAMES[:2],
@@ -52,6 +60,7 @@ BY_DEFAULT = (
     "exaone4",
     "glm4",
     "granite",
+    "hunyuan",
     "deepseek-v3",
     "qwen3.5-moe",
     "gemma4-shared",

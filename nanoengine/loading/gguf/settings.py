@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "gpt-oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
     "mistral3": "Ministral3ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
@@ -56,6 +57,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "ernie4_5-moe": {"model_type": "ernie4_5_moe"},
     "glm4moe": {"model_type": "glm4_moe"},
     "gpt-oss": {"model_type": "gpt_oss"},
+    "hunyuan-dense": {"model_type": "hunyuan_v1_dense"},
     "mistral3": {"model_type": "ministral3"},
     "olmoe": {"norm_topk_prob": False},
     "qwen2moe": {"model_type": "qwen2_moe", "norm_topk_prob": False},

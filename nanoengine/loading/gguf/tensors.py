@@ -65,6 +65,10 @@ _GLM4_NAMES = _LAYER_NAMES | {
     "ffn_up": "mlp.gate_up_proj",
     "post_ffw_norm": "post_mlp_layernorm",
 }
+_HUNYUAN_NAMES = _LAYER_NAMES | {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+}
 _GEMMA_4_NAMES = _GEMMA_NAMES | {
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
@@ -109,6 +113,7 @@ _NAMES = {
     "glm4": _GLM4_NAMES,
     "glm4moe": _NEWER_NAMES,
     "gpt-oss": _NEWER_NAMES,
+    "hunyuan-dense": _HUNYUAN_NAMES,
     "phi3": _PHI3_NAMES,
     "qwen35": _NEWER_NAMES,
     "qwen35moe": _NEWER_NAMES,
