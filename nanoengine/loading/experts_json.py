@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from nanoengine.config.engine import GIB
 from nanoengine.config.model import ExpertsConfig, ModelConfig
-from nanoengine.errors import CorruptModelError, shown
+from nanoengine.errors import CorruptModelError, UnsupportedModelError, shown
 from nanoengine.loading.checkpoint import ALL_ROWS, CheckpointReader, Part, Rows
 from nanoengine.loading.mxfp4 import GROUP, PACKED_BYTES
 from nanoengine.models.architecture import CHOICE_BIAS, ExpertNames
@@ -37,6 +37,8 @@ def read_experts(
     """None if all layers are dense. Raises CorruptModelError for impossible numbers."""
     if names is None or (names.switch and not content.flag(names.switch)):
         return None
+    if names.num_shared == "num_shared_expert":
+        _even(content, ("num_experts", names.top_k, names.num_shared))
     # transformers 5 writes the first name for models that have another one at the hub.
     given = next((key for key in COUNTS if content.get(key) is not None), COUNTS[-1])
     dense = _dense_layers(content, num_layers)
@@ -47,7 +49,7 @@ def read_experts(
     of_deepseek = names.shared == "shared_experts"
     if names.shared == "shared_expert":
         shared = content.size("shared_expert_intermediate_size")
-    elif of_deepseek and content.get(names.num_shared) != 0:
+    elif names.shared and content.get(names.num_shared) != 0:
         shared = inner * content.size(names.num_shared, limit=MAX_EXPERTS)
     return ExpertsConfig(
         count=count,
@@ -61,6 +63,18 @@ def read_experts(
         shared_size=shared,
         **_groups(content, names, count),
     )
+
+
+def _even(content: CheckedJson, keys: Iterable[str]) -> None:
+    """Hunyuan's numbers may be lists, one for each layer."""
+    for key in keys:
+        value = content.get(key)
+        if isinstance(value, list) and value:
+            if any(other != value[0] for other in value):
+                raise UnsupportedModelError(
+                    f"{content.path}: {key!r} differs between layers, which is not supported"
+                )
+            content.values[key] = value[0]
 
 
 def _groups(content: CheckedJson, names: ExpertNames, count: int) -> dict[str, int]:

@@ -33,10 +33,10 @@ class ExpertNames:
     for all experts is [experts, inputs, outputs], and gate and up take turns. scoring: as in
     ExpertsConfig; has_choice_bias: whether scores have a bias for the choice alone. group_best:
     ExpertsConfig's; 0: there are no groups. group_method: with which `topk_method` there are; "":
-    with any. shared: the name of the expert that all tokens go to; "": none. num_shared: the
-    key of how many experts it is as wide as, if it is "shared_experts". has_shared_gate: whether it
-    has a gate. top_k: the key of experts a token. switch: the key that says whether
-    there are any; "": there are. beside: if the experts' sum is added to what a feed-forward gives,
+    with any. shared: the name of the expert that all tokens go to; "": none. num_shared: the key of
+    how many experts it is as wide as, if it is not "shared_expert". has_shared_gate: whether it has
+    a gate. top_k: the key of experts a token. switch: the key that says whether there are any; "":
+    there are. beside: if the experts' sum is added to what a feed-forward gives,
     the norms after this, before the experts and after them; then the router has a norm and scales
     of its own.
     """

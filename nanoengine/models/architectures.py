@@ -152,6 +152,26 @@ GRANITE_MULTIPLIERS = (
     "logits_scaling",
 )
 _NORMS_AFTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_HUNYUAN: dict[str, Any] = {
+    "qk_norm": "head",
+    "norms_of_heads": ("query_layernorm", "key_layernorm"),
+    "norms_turned": True,
+    "requires": {
+        "hidden_act": (None, "silu", "swish"),
+        "mlp_bias": (None, False),
+        "moe_layer_num_skipped": (None, 0),
+        "norm_topk_prob": (None, True),
+        "use_cla": (None, False),
+        "use_qk_norm": (None, True),
+    },
+    "defaults": {
+        "max_position_embeddings": 2048,
+        "moe_topk": 1,
+        "num_experts": 1,
+        "num_shared_expert": 1,
+        "rms_norm_eps": 1e-5,
+    },
+}
 # OLMo 2 and 3.
 _OLMO: dict[str, Any] = {
     "norms": _NORMS_AFTER,
@@ -383,18 +403,18 @@ ARCHITECTURES = {
         experts=ExpertNames("intermediate_size", True, "block_sparse_moe", router="router"),
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
     ),
-    "HunYuanDenseV1ForCausalLM": Architecture(
-        "Hunyuan (dense, 0.5B to 7B, also MT)",
-        qk_norm="head",
-        norms_of_heads=("query_layernorm", "key_layernorm"),
-        norms_turned=True,
-        requires={
-            "hidden_act": (None, "silu", "swish"),
-            "mlp_bias": (None, False),
-            "use_cla": (None, False),
-            "use_qk_norm": (None, True),
-        },
-        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    "HunYuanDenseV1ForCausalLM": Architecture("Hunyuan (dense, 0.5B to 7B, also MT)", **_HUNYUAN),
+    "HunYuanMoEV1ForCausalLM": Architecture(
+        "Hunyuan with experts (A13B)",
+        **_HUNYUAN,
+        experts=ExpertNames(
+            inner_size="intermediate_size",
+            renormalises=True,
+            router="gate.wg",
+            shared="shared_mlp",
+            num_shared="num_shared_expert",
+            top_k="moe_topk",
+        ),
     ),
     "LlamaForCausalLM": Architecture(
         "Llama 2 to 3.3 and models of its shape, as SmolLM2 and TinyLlama"

@@ -53,6 +53,8 @@ from transformers import (
     GraniteMoeForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -430,6 +432,23 @@ TINY: dict[str, TinyModel] = {
             "pad_token_id": None,
         },
         seed=53,
+    ),
+    "hunyuan-moe": TinyModel(
+        HunYuanMoEV1Config,
+        HunYuanMoEV1ForCausalLM,
+        {
+            "num_experts": 5,
+            "moe_topk": [2, 2, 2],
+            "intermediate_size": 40,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "alpha": 1000.0,
+                "factor": 1.0,
+            },
+            "pad_token_id": None,
+        },
+        seed=54,
     ),
     # Neighbours are turned, in 8 of 16 dimensions; norms before and after.
     "glm4": TinyModel(Glm4Config, Glm4ForCausalLM, {"pad_token_id": None}, seed=42),

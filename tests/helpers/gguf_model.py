@@ -99,6 +99,9 @@ NAMES = {
     "gemma4": GEMMA_4_NAMES,
     "glm4": GLM4_NAMES,
     "hunyuan-dense": HUNYUAN_NAMES,
+    "hunyuan-moe": HUNYUAN_NAMES
+    | {"mlp.gate.wg": "ffn_gate_inp"}
+    | {f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES},
     "qwen2moe": NEWER_NAMES | {"post_attention_layernorm": "ffn_norm"},
     **dict.fromkeys(("glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), NEWER_NAMES),
     "seed_oss": NEWER_NAMES,
@@ -136,6 +139,7 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
+    "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral3",
     "MistralForCausalLM": "llama",
@@ -220,7 +224,7 @@ class GGUFModel:
             divisors[: int(pairs * full["partial_rotary_factor"])] = 1
             self.tensors["rope_freqs.weight"] = divisors
         self.settings = self._settings()
-        if self.arch == "hunyuan-dense":
+        if self.arch.startswith("hunyuan"):
             _scale_theta(self)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         alphabet[alphabet.index("ÿ")] = "ab"  # a merge; the byte 255 is in no text
@@ -463,16 +467,27 @@ def _of_ernie(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scale_theta(model: GGUFModel) -> None:
-    """What llama.cpp's converter makes of alpha (HunYuanModel in its hunyuan.py)."""
+    """What llama.cpp's converters make of alpha and of experts (HunYuanModel and HunYuanMoEModel
+    in its hunyuan.py).
+    """
     rope, dim = model.config["rope_parameters"], model.config["head_dim"]
     theta = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))
     model.settings |= {
-        "hunyuan-dense.rope.freq_base": theta,
-        "hunyuan-dense.rope.scaling.type": "none",
-        "hunyuan-dense.rope.scaling.factor": 1.0,
-        "hunyuan-dense.rope.scaling.original_context_length": 256 * 1024,
-        "hunyuan-dense.context_length": 256 * 1024,
+        f"{model.arch}.rope.freq_base": theta,
+        f"{model.arch}.rope.scaling.type": "none",
+        f"{model.arch}.rope.scaling.factor": 1.0,
+        f"{model.arch}.rope.scaling.original_context_length": 256 * 1024,
+        f"{model.arch}.context_length": 256 * 1024,
     }
+    if model.arch == "hunyuan-moe":
+        inner = model.config["intermediate_size"]
+        sizes = {
+            "expert_used_count": model.config["moe_topk"][0],
+            "expert_feed_forward_length": inner,
+            "expert_shared_feed_forward_length": inner,
+            "expert_shared_count": 1,
+        }
+        model.settings |= {f"hunyuan-moe.{key}": value for key, value in sizes.items()}
 
 
 def _of_granite(config: dict[str, Any], arch: str) -> dict[str, Any]:

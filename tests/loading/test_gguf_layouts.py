@@ -43,17 +43,8 @@ from nanoengine.models.stored_codes import CodedWeight, numbers_of
 Tiny = Callable[[str], Path]
 NAMES = ("glm4-moe", "gpt-oss", "qwen2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next-moe")
 NAMES += ("gemma4", "gemma4-moe", "gemma4-shared", "deepseek-v2", "deepseek-v3", "glm4-moe-air")
-NAMES += (
-    "ernie",
-    "ernie-moe",
-    "exaone4",
-    "exaone4-full",
-    "glm4",
-    "granite",
-    "granite-moe",
-    "hunyuan",
-)
-NAMES += ("ministral3", "seed-oss")
+NAMES += ("ernie", "ernie-moe", "exaone4", "exaone4-full", "glm4", "granite", "granite-moe")
+NAMES += ("hunyuan", "hunyuan-moe", "ministral3", "seed-oss")
 BY_DEFAULT = (
     *NAMES[:2],
     "ernie-moe",
@@ -61,6 +52,7 @@ BY_DEFAULT = (
     "glm4",
     "granite",
     "hunyuan",
+    "hunyuan-moe",
     "deepseek-v3",
     "qwen3.5-moe",
     "gemma4-shared",

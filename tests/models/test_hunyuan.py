@@ -30,11 +30,12 @@ from nanoengine.models.rope import inverse_frequencies
 
 @needs_compiler
 @pytest.mark.usefixtures("our_products")
+@pytest.mark.parametrize("name", ["hunyuan", "hunyuan-moe"])
 def test_bfloat16_on_every_tier_has_the_same_bits_and_is_replayed(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     replays = watch_replays(monkeypatch)
-    runs = {layout: run(tiny("hunyuan"), **settings) for layout, settings in LAYOUTS.items()}
+    runs = {layout: run(tiny(name), **settings) for layout, settings in LAYOUTS.items()}
     assert_tiers_agree(runs)
     assert replays
 
@@ -110,3 +111,36 @@ def test_impossible_alphas_are_refused(tmp_path: Path, alpha: Any) -> None:
 def test_other_arithmetic_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=next(iter(changes))):
         read(tmp_path, **changes)
+
+
+WITH_EXPERTS: dict[str, Any] = {  # the form of tencent/Hunyuan-A13B-Instruct
+    "architectures": ["HunYuanMoEV1ForCausalLM"],
+    "intermediate_size": 3072,
+    "model_type": "hunyuan_v1_moe",
+    "moe_intermediate_size": [3072] * 32,
+    "moe_layer_num_skipped": 0,
+    "moe_topk": [8] * 32,
+    "norm_topk_prob": True,
+    "num_experts": 64,
+    "num_shared_expert": [1] * 32,
+    "use_mixed_mlp_moe": True,
+}
+
+
+def test_experts_are_those_of_config_json(tmp_path: Path) -> None:
+    experts = read(tmp_path, **WITH_EXPERTS).experts
+    assert experts is not None and experts.renormalises
+    assert (experts.count, experts.top_k, experts.inner_size) == (64, 8, 3072)
+    assert (experts.shared_size, experts.dense_layers) == (3072, ())
+
+
+@pytest.mark.parametrize("key", ["moe_topk", "num_experts", "num_shared_expert"])
+def test_layers_that_differ_are_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"'{key}' differs between layers"):
+        read(tmp_path, **WITH_EXPERTS | {key: [1, *[2] * 31]})
+
+
+@pytest.mark.parametrize("value", [[], ["8"] * 32, [0] * 32, "8"])
+def test_impossible_numbers_of_experts_are_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CorruptModelError, match="moe_topk"):
+        read(tmp_path, **WITH_EXPERTS | {"moe_topk": value})

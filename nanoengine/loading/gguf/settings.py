@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
+    "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
     "mistral3": "Ministral3ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
@@ -58,6 +59,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "glm4moe": {"model_type": "glm4_moe"},
     "gpt-oss": {"model_type": "gpt_oss"},
     "hunyuan-dense": {"model_type": "hunyuan_v1_dense"},
+    "hunyuan-moe": {"model_type": "hunyuan_v1_moe"},
     "mistral3": {"model_type": "ministral3"},
     "olmoe": {"norm_topk_prob": False},
     "qwen2moe": {"model_type": "qwen2_moe", "norm_topk_prob": False},
@@ -77,6 +79,7 @@ WITH_EXPERTS = (
     *SCALED_EXPERTS,
     "gpt-oss",
     "granitemoe",
+    "hunyuan-moe",
     "llama",
     "olmoe",
     *QWEN_EXPERTS,
@@ -282,6 +285,13 @@ def _experts_settings(
         return settings | {"num_local_experts": settings["num_experts"]}
     if metadata.architecture == "olmoe":
         return settings
+    if metadata.architecture == "hunyuan-moe":
+        return {
+            "intermediate_size": metadata.number("expert_feed_forward_length"),
+            "moe_topk": settings["num_experts_per_tok"],
+            "num_experts": settings["num_experts"],
+            "num_shared_expert": metadata.number("expert_shared_count", 1),
+        }
     if metadata.architecture == "ernie4_5-moe":
         return _ernie_settings(metadata, [i for i in range(num_layers) if i not in dense])
     return {

@@ -114,6 +114,7 @@ _NAMES = {
     "glm4moe": _NEWER_NAMES,
     "gpt-oss": _NEWER_NAMES,
     "hunyuan-dense": _HUNYUAN_NAMES,
+    "hunyuan-moe": _HUNYUAN_NAMES,
     "phi3": _PHI3_NAMES,
     "qwen35": _NEWER_NAMES,
     "qwen35moe": _NEWER_NAMES,

@@ -107,6 +107,7 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
 OTHER_NAMES = {
     "deepseek-r1-qwen": "qwen2",
     "exaone4": "olmo",
+    "hunyuan": "qwen2",
     "hunyuan-dense": "deepseek-v3",
     "refact": "smollm",
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), "llama-bpe"),
