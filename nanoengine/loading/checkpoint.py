@@ -50,6 +50,11 @@ GUESSING_HEADS = ("mtp.", "model.mtp_")
 GUESSING_PART = f"{MTP_JOIN}.weight"
 # Buffers in old checkpoints, which models compute themselves.
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)
+# Ends of the names of scales that quantised checkpoints hold for other engines.
+UNUSED = (
+    *(".input_scale", ".activation_scale", ".input_scale_ub", ".output_scale"),  # of activations
+    *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),  # of attention in 8 bits
+)
 MAX_FILE_NAME = 255  # characters, the limit of file systems
 NUM_SHOWN = 5
 REMAP_BYTES = 64 << 20

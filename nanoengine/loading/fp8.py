@@ -7,6 +7,7 @@ stay as they are: other engines round these to 8 bits, too. A scale is of the wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,10 @@ from torch import Tensor
 
 from nanoengine.config.engine import in_gib
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
-from nanoengine.loading.checkpoint import DTYPES, CheckpointReader
+from nanoengine.loading.checkpoint import DTYPES, UNUSED, CheckpointReader
 from nanoengine.models.stored_codes import FORMATS, FP8_SCALES, CodedWeight, Weight, fp8_rows
 
 SCALES = ("_scale_inv", "_scale")  # after the weight's name; both multiply
-UNUSED = (
-    *(".input_scale", ".activation_scale", ".input_scale_ub", ".output_scale"),  # of activations
-    *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),  # of attention in 8 bits
-)
 METHODS = ("fp8", "fbgemm_fp8")
 BLOCK = (128, 128)
 GROUP = FORMATS["FP8"][0]  # inputs of a block of codes
@@ -34,22 +31,34 @@ def fp8_block(config: object) -> tuple[int, int] | None:
     if not isinstance(config, dict):
         return None
     method, block = config.get("quant_method"), config.get("weight_block_size")
-    if method not in METHODS and not (method == "compressed-tensors" and _is_float8(config)):
+    if method == "compressed-tensors":
+        block = _block_of_groups(config)
+    elif method not in METHODS:
         return None
     if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return block[0], block[1]
     return BLOCK if block is None else None
 
 
-def _is_float8(config: Mapping[str, Any]) -> bool:
-    """Whether all groups of compressed-tensors' config are."""
+def _block_of_groups(config: Mapping[str, Any]) -> object:
+    """The `block_structure` of compressed-tensors' groups, None if no group has one; "" if not all
+    groups are FP8, or if they differ in it. Older files have "128x128" for [128, 128].
+    """
     groups = config.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, dict) else []
     weights = [group.get("weights") if isinstance(group, dict) else None for group in groups]
-    return bool(weights) and all(
-        isinstance(each, dict) and (each.get("type"), each.get("num_bits")) == ("float", 8)
-        for each in weights
-    )
+    blocks: list[object] = []
+    for each in weights:
+        if not isinstance(each, dict) or (each.get("type"), each.get("num_bits")) != ("float", 8):
+            return ""
+        block = each.get("block_structure")
+        if isinstance(block, str):
+            block = [int(size) for size in re.findall(r"\d{1,9}", block)]
+        if block is not None and block not in blocks:
+            blocks.append(block)
+    if not weights or len(blocks) > 1:
+        return ""
+    return blocks[0] if blocks else None
 
 
 class Fp8Reader(CheckpointReader):

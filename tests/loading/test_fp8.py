@@ -28,10 +28,16 @@ from nanoengine.startup import parts
 Tiny = Callable[[str], Path]
 FLOAT8 = {"type": "float", "num_bits": 8, "strategy": "channel"}
 CHANNELS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": FLOAT8}}}
+OF_BLOCKS = FLOAT8 | {"strategy": "block", "block_structure": [16, 32]}
 # By name: the quantization_config, the end of the name of scales, rows and columns that share one.
 KINDS: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
     "blocks": ({"quant_method": "fp8", "weight_block_size": [40, 56]}, "_scale_inv", (40, 56)),
     "even blocks": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, "_scale_inv", (16, 32)),
+    "blocks of compressed-tensors": (
+        CHANNELS | {"config_groups": {"group_0": {"weights": OF_BLOCKS}}},
+        "_scale",
+        (16, 32),
+    ),
     "rows": (CHANNELS, "_scale", (1, 1 << 20)),
     "one": (CHANNELS, "_scale", (1 << 20, 1 << 20)),
 }
@@ -250,6 +256,12 @@ def test_experts_of_a_layer_in_one_fp8_tensor_are_refused(tiny: Tiny, tmp_path: 
         LLMEngine(tmp_path / "m", device="cpu")
 
 
+@pytest.mark.parametrize("block", [[16, 32], "16x32"])
+def test_compressed_tensors_names_its_blocks_in_each_group(block: object) -> None:
+    groups = {"a": {"weights": FLOAT8}, "b": {"weights": OF_BLOCKS | {"block_structure": block}}}
+    assert fp8_block(CHANNELS | {"config_groups": groups}) == (16, 32)
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -261,6 +273,14 @@ def test_experts_of_a_layer_in_one_fp8_tensor_are_refused(tiny: Tiny, tmp_path: 
         CHANNELS | {"config_groups": {"a": {"weights": FLOAT8}, "b": {"weights": {"num_bits": 4}}}},
         CHANNELS | {"config_groups": {"a": {"weights": FLOAT8 | {"type": "int"}}}},
         CHANNELS | {"config_groups": {"a": None}},
+        CHANNELS | {"config_groups": {"a": {"weights": OF_BLOCKS | {"block_structure": [16]}}}},
+        CHANNELS
+        | {
+            "config_groups": {
+                "a": {"weights": OF_BLOCKS},
+                "b": {"weights": OF_BLOCKS | {"block_structure": [32, 32]}},
+            }
+        },
         [],
     ],
 )
