@@ -115,6 +115,10 @@ class Fp8Reader(CheckpointReader):
                 f"{self.folder}: {part.stored!r} holds all experts of a layer in FP8, which is not "
                 "supported; take a checkpoint with a tensor for each expert"
             )
+        if weight.dim() != 2:
+            raise UnsupportedModelError(
+                f"{self.folder}: {part.stored!r} is FP8 and no matrix, which is not supported"
+            )
         names = [part.stored + suffix for suffix in SCALES if part.stored + suffix in self._file_of]
         if not names:
             raise WeightMismatchError(f"{self.folder}: {part.stored!r} is FP8 and has no scale")

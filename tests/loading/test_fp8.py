@@ -247,6 +247,16 @@ def test_scales_that_do_not_fit_are_refused(
         LLMEngine(tmp_path / "m", device="cpu")
 
 
+def test_a_vector_in_fp8_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    make(tiny("llama"), tmp_path / "m", "blocks")
+    vector, scale = torch.ones(64).to(torch.float8_e4m3fn), torch.ones(1)
+    path = tmp_path / "m" / "model.safetensors"
+    norm = {"model.norm.weight": vector, "model.norm.weight_scale": scale}
+    save_file(load_file(path) | norm, path)
+    with pytest.raises(UnsupportedModelError, match=r"'model.norm.weight' is FP8 and no matrix"):
+        LLMEngine(tmp_path / "m", device="cpu")
+
+
 def test_experts_of_a_layer_in_one_fp8_tensor_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     make(tiny("mixtral"), tmp_path / "m", "blocks")
     name = "experts.down_proj"
