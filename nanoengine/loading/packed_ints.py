@@ -146,6 +146,9 @@ class PackedReader(CheckpointReader):
         integers, *others = packed.names
         ends = tuple(f".{name}" for name in (*others, "weight_shape"))
         packs = {name.removesuffix(integers) for name in self._parts if name.endswith(integers)}
+        if both := sorted(f"{stem}weight" for stem in packs if f"{stem}weight" in self._parts):
+            self.close()
+            raise WeightMismatchError(f"{folder}: {both[0]!r} is there packed, and as numbers, too")
         self._parts = {
             f"{name.removesuffix(integers)}weight" if name.endswith(integers) else name: part
             for name, part in self._parts.items()
@@ -177,7 +180,10 @@ class PackedReader(CheckpointReader):
         """Shape of a tensor, read from the header only."""
         if not self._stem(self._parts[name]):
             return super().shape(name)
-        first, second = self._slice(self._parts[name].stored).get_shape()
+        shape = tuple(self._slice(self._parts[name].stored).get_shape())
+        if len(shape) != 2:
+            return shape
+        first, second = shape
         per_word = self._format.per_word
         if self._format.method == "compressed-tensors":
             return first, second * per_word
@@ -235,7 +241,9 @@ class PackedReader(CheckpointReader):
         groups = self._groups(self.shape(name)[1], given)
         wanted = (int(groups.max()) + 1, self.shape(name)[0])
         middle = torch.full(wanted, 1 << (self._format.bits - 1), dtype=torch.int32)
-        if zeros is not None:
+        if zeros is not None and (zeros.dim() != 2 or zeros.dtype is not torch.int32):
+            middle = middle[:0]
+        elif zeros is not None:
             most = (1 << self._format.bits) - 1
             rows = self._unpacked(zeros.T if is_turned else zeros, 1)
             middle = rows[:, : wanted[1]] + self._format.zero_offset & most

@@ -294,6 +294,17 @@ def test_scales_beyond_float16_leave_numbers(tiny: Tiny, tmp_path: Path) -> None
         assert not isinstance(kinds["q_"], CodedWeight)
 
 
+def test_a_weight_that_is_there_twice_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    ours, _ = both_kinds(tiny, "llama", KINDS["awq"], tmp_path)
+    stored = load_file(ours / "model.safetensors")
+    stored["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(64, 64)
+    save_file(stored, ours / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        WeightMismatchError, match=r"q_proj.weight' is there packed, and as numbers"
+    ):
+        small_engine(ours)
+
+
 @pytest.mark.parametrize(
     ("end", "change", "error", "match"),
     [
@@ -304,6 +315,9 @@ def test_scales_beyond_float16_leave_numbers(tiny: Tiny, tmp_path: Path) -> None
         ("g_idx", lambda t: t + 7, WeightMismatchError, "the groups of inputs are not 2 of 32"),
         ("qweight", lambda t: t.float(), UnsupportedModelError, "packed integers must be I32"),
         ("qweight", lambda t: t[1:], WeightMismatchError, r"q_proj.weight is \[64, 56\], not"),
+        ("qweight", lambda t: t[None], WeightMismatchError, r"q_proj.weight is \[1, 8, 64\], not"),
+        ("qzeros", lambda t: t.flatten(), WeightMismatchError, "has no scales and zeros"),
+        ("qzeros", lambda t: t.float(), WeightMismatchError, "has no scales and zeros"),
         ("weight_zero_point", None, WeightMismatchError, "has no scales and zeros of 64 outputs"),
         ("weight_zero_point", lambda t: t[1:], WeightMismatchError, "has no scales and zeros"),
     ],
