@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanoengine.config.engine import in_gib
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
-from nanoengine.loading.checkpoint import CheckpointReader, Part
+from nanoengine.loading.checkpoint import UNUSED, CheckpointReader, Part
 from nanoengine.models.stored_codes import CodedRows, CodedWeight, Weight, integer_rows
 
 WORD_BITS, WORD = 32, "I32"
@@ -153,6 +153,7 @@ class PackedReader(CheckpointReader):
             f"{name.removesuffix(integers)}weight" if name.endswith(integers) else name: part
             for name, part in self._parts.items()
             if not (name.endswith(ends) and name.rpartition(".")[0] + "." in packs)
+            and not name.endswith(UNUSED)
         }
 
     def _stem(self, part: Part) -> str:

@@ -305,6 +305,22 @@ def test_a_weight_that_is_there_twice_is_refused(tiny: Tiny, tmp_path: Path) -> 
         small_engine(ours)
 
 
+@needs_compiler
+@pytest.mark.parametrize("kind", ["awq", "compressed-tensors"])
+def test_scales_of_kv_in_8_bits_are_left_out(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    """Other engines may hold the KV of such a checkpoint in FP8; here it stays in the dtype."""
+    ours, theirs = both_kinds(tiny, "llama", KINDS[kind], tmp_path)
+    stored = load_file(ours / "model.safetensors")
+    for layer in range(3):
+        for part in "kv":
+            stored[f"model.layers.{layer}.self_attn.{part}_scale"] = torch.tensor([0.1])
+    save_file(stored, ours / "model.safetensors", {"format": "pt"})
+    driver = Driver(small_engine(ours))
+    outputs = driver.run([[7 * i % 256 for i in range(20)]])
+    driver.engine.close()
+    assert_logits_are_transformers(driver, theirs, outputs)
+
+
 @pytest.mark.parametrize(
     ("end", "change", "error", "match"),
     [
