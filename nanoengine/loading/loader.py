@@ -155,8 +155,7 @@ class _FinalWeights:
 
 def _open(folder: Path, is_wrapped: bool) -> CheckpointReader:
     content = read_json(folder / "config.json")
-    inner = text_config(content) if is_wrapped else content
-    quantised = (inner or content).get("quantization_config")
+    quantised = (text_config(content) or content).get("quantization_config")
     block, packed = fp8_block(quantised), packed_format(quantised)
     if block is not None:
         return Fp8Reader(folder, is_wrapped, block)

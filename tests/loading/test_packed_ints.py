@@ -321,6 +321,20 @@ def test_scales_of_kv_in_8_bits_are_left_out(tiny: Tiny, tmp_path: Path, kind: s
     assert_logits_are_transformers(driver, theirs, outputs)
 
 
+@needs_compiler
+def test_a_wrapper_may_name_the_method_for_its_text_model(tiny: Tiny, tmp_path: Path) -> None:
+    ours, _ = both_kinds(tiny, "gemma3", KINDS["awq"], tmp_path)
+    path = ours / "config.json"
+    wrapper = {"architectures": ["Gemma3ForConditionalGeneration"]}
+    path.write_text(json.dumps(wrapper | {"text_config": json.loads(path.read_text())}))
+    stored = load_file(ours / "model.safetensors")
+    stored = {f"language_model.{name}": tensor for name, tensor in stored.items()}
+    save_file(stored, ours / "model.safetensors", {"format": "pt"})
+    engine = small_engine(ours)
+    assert "codes as stored: " in str(engine.plan)
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("end", "change", "error", "match"),
     [
