@@ -273,7 +273,7 @@ def _codes(quantised: object) -> str:
     """ModelConfig's codes."""
     packed = packed_format(quantised)
     if packed is not None:
-        return f"INT{packed.bits}"
+        return f"INT{packed.bits}" if packed.stays_codes else ""
     block = fp8_block(quantised)
     if block is not None and block[1] % GROUP == 0:
         return "FP8"

@@ -24,6 +24,8 @@ from nanoengine.models.stored_codes import CodedRows, CodedWeight, Weight, integ
 WORD_BITS, WORD = 32, "I32"
 INPUTS_AT_ONCE = 1024  # that are dequantised
 BLOCK = 32  # inputs of a block of codes
+# compressed-tensors' `actorder` of a file that lists the group of each input.
+BY_INPUT = ("group", "dynamic", True)
 # AutoAWQ puts the columns 0, 2, 4, 6, 1, 3, 5, 7 into a word: where each of them is.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -32,7 +34,8 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class PackedFormat:
     """How a checkpoint packs. method: of its `quantization_config`; group: inputs that share a
     scale, 0: all of them; zero_offset: what is added to a stored zero (AutoGPTQ's first format has
-    them less one); has_zeros: without them the middle of all integers is one.
+    them less one); has_zeros: without them the middle of all integers is one; is_sorted: inputs of
+    a group lie side by side, as far as config.json says.
     """
 
     method: str
@@ -40,6 +43,12 @@ class PackedFormat:
     group: int
     zero_offset: int = 0
     has_zeros: bool = True
+    is_sorted: bool = True
+
+    @property
+    def stays_codes(self) -> bool:
+        """Whether a block of inputs has one scale."""
+        return self.group % BLOCK == 0 and (self.is_sorted or not self.group)
 
     @property
     def per_word(self) -> int:
@@ -68,7 +77,8 @@ def packed_format(config: object) -> PackedFormat | None:
         return PackedFormat(method, 4, group)
     kind = config.get("checkpoint_format", "gptq")
     if method == "gptq" and bits in (4, 8) and kind in ("gptq", "gptq_v2"):
-        return PackedFormat(method, bits, group, 1 if kind == "gptq" else 0)
+        offset, is_sorted = 1 if kind == "gptq" else 0, not config.get("desc_act")
+        return PackedFormat(method, bits, group, offset, is_sorted=is_sorted)
     return None
 
 
@@ -82,7 +92,7 @@ def _group(size: object) -> int | None:
 def _of_groups(config: Mapping[str, Any]) -> PackedFormat | None:
     """If all groups of layers in compressed-tensors' config are packed alike."""
     listed = config.get("config_groups")
-    found: set[tuple[int, int, bool]] = set()
+    found: set[tuple[int, int, bool, bool]] = set()
     for each in listed.values() if isinstance(listed, dict) else ():
         weights = each.get("weights") if isinstance(each, dict) else None
         if not isinstance(weights, dict) or weights.get("type") != "int":
@@ -91,11 +101,11 @@ def _of_groups(config: Mapping[str, Any]) -> PackedFormat | None:
         bits, is_symmetric = weights.get("num_bits"), weights.get("symmetric", True)
         if not isinstance(is_symmetric, bool) or bits not in (4, 8) or group is None:
             return None
-        found.add((bits, group, not is_symmetric))
+        found.add((bits, group, not is_symmetric, weights.get("actorder") not in BY_INPUT))
     if len(found) != 1:
         return None
-    bits, group, has_zeros = found.pop()
-    return PackedFormat("compressed-tensors", bits, group, has_zeros=has_zeros)
+    bits, group, has_zeros, is_sorted = found.pop()
+    return PackedFormat("compressed-tensors", bits, group, 0, has_zeros, is_sorted)
 
 
 @dataclass(frozen=True, slots=True)

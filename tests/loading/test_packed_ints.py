@@ -93,6 +93,8 @@ def packed(
             found["weight_zero_point"] = pack(zeros, bits).T.contiguous()
         else:
             zeros.fill_(top // 2)
+        if config.get("desc_act"):
+            found["weight_g_idx"] = of_input.int()
         found["weight_shape"] = torch.tensor([outputs, inputs])
     elif known.method == "awq":
         found = {"qweight": pack(q, 4, AWQ_COLUMNS), "qzeros": pack(zeros, 4, AWQ_COLUMNS)}
@@ -185,6 +187,28 @@ def test_the_plan_knows_what_recurrent_layers_have_as_numbers(
     left_out = [f"model.layers.0.linear_attn.in_proj_{name}" for name in "ba"]
     config = KINDS["awq"] | {"modules_to_not_convert": [*left_out, "mlp.gate"]}
     ours, _ = both_kinds(tiny, "qwen3.5", config, tmp_path, ".")
+    assert main(["plan", str(ours), "--gpu-gib", "0", "--dtype", "float32", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["memory"]["RAM"]["weights"]
+    engine = small_engine(ours)
+    assert engine.plan.weight_bytes == planned
+    engine.close()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "config",
+    [
+        KINDS["gptq"],
+        KINDS["awq"] | {"group_size": 16},
+        of_tensors(INT4 | {"actorder": "group"}, desc_act=True),
+        GPTQ | {"group_size": -1, "desc_act": True},
+    ],
+    ids=["desc_act", "groups of 16", "actorder", "one group"],
+)
+def test_the_plan_knows_what_becomes_numbers(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any]
+) -> None:
+    ours, _ = both_kinds(tiny, "llama", config, tmp_path, ".")
     assert main(["plan", str(ours), "--gpu-gib", "0", "--dtype", "float32", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["memory"]["RAM"]["weights"]
     engine = small_engine(ours)
