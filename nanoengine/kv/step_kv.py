@@ -75,8 +75,7 @@ class StepKV:
 
     k_slots, v_slots, stored: as in KVTarget, for the `rows` of a layer's pool. reads: in the order
     of plan.reads. run: the step's transfers under way; None if it can have none. state_slots: as in
-    RecurrentState; None if no layer is recurrent. may_replay: what rank 0 decided; None: nobody has
-    yet.
+    RecurrentState; None if no layer is recurrent. may_replay: as rank 0 decided; None: not yet.
     """
 
     plan: StepPlan
@@ -95,7 +94,7 @@ class StepKV:
         tensor = memory.device.tensor
         slots = _token_slots(plan, memory.block_size, memory.parts)
         num_stored = sum(write.num_tokens for write in plan.writes)
-        # Kernels of steps that are replayed skip the rows of nobody.
+        # Kernels of steps that are replayed skip padding rows.
         is_whole = num_stored == (plan.num_tokens if plan.num_rows else len(slots[0]))
         rows = tensor(slots, torch.int64).unbind()
         fills = count()
@@ -182,7 +181,7 @@ def _token_slots(plan: StepPlan, block_size: int, parts: int) -> npt.NDArray[np.
     for part, rows in enumerate(slots):
         for row, slot, offset, num_tokens in plan.writes:
             first = (slot * parts + part) * block_size + offset
-            if num_tokens == 1:  # of a decode step all are: five times faster than ranges
+            if num_tokens == 1:  # as in decode steps: five times faster than a range
                 rows[row] = first
             else:
                 rows[row : row + num_tokens] = np.arange(first, first + num_tokens)

@@ -98,7 +98,7 @@ class StepPlan:
     """What one step does to the KV cache: StepKV opens it over a KVMemory.
 
     num_tokens: of the step. num_rows: the sequences that it is laid out for, those past the real
-    ones without KV; 0: as many as it has. num_padding: rows of nobody after all others, with which
+    ones without KV; 0: as many as it has. num_padding: padding rows after all others, with which
     steps with more and with fewer guesses have as many rows. write_slots: the device slots of
     `writes`, each once. state_slots: of the recurrent state of each sequence; () if the model has
     none. unseen: for each layer the numbers of `reads` that lie before its window; () if no layer

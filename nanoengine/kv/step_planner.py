@@ -38,18 +38,18 @@ MOST_CHECKED = 64
 
 @dataclass(frozen=True, slots=True)
 class StepPadding:
-    """How decode steps are padded by rows of nobody.
+    """How decode steps get padding rows, which belong to no sequence.
 
-    laid_out: number of sequences -> the number that a step is laid out for, so that there are fewer
-    kinds of steps; None: as many as it has. checked_rows: rows that each sequence gets at least, so
-    that products do not depend on how many guesses are checked; 0: no more than it has.
+    laid_out: number of sequences -> the number that a step is laid out for, so that fewer shapes
+    occur; None: as many as it has. checked_rows: the fewest rows of each sequence, so that products
+    do not depend on how many guesses are checked; 0: no more than it has.
     """
 
     laid_out: Callable[[int], int] | None = None
     checked_rows: int = 0
 
     def of(self, batch: ScheduledBatch) -> int:
-        """How many rows of nobody a step gets, so that guesses do not show."""
+        """How many padding rows a step gets, so that guesses do not change the bits."""
         num_rows = len(batch.items) * self.checked_rows
         if num_rows > MOST_CHECKED or not batch.is_decode:
             return 0
@@ -59,9 +59,9 @@ class StepPadding:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A plan, and the blocks behind it: those it writes, those it moves (placement), and the
-    metrics of the sequences that read host KV (streamed). drafts: of those that make some first;
-    of_resting: of others, that make some meanwhile.
+    """A plan, the blocks that it writes and moves (placement), and the metrics of the sequences
+    that read host KV (streamed). drafts: reads of sequences that draft before the step; of_resting:
+    of sequences outside the step, which draft between its layers.
     """
 
     plan: StepPlan
@@ -147,8 +147,9 @@ class StepPlanner:
     def _drafts(
         self, batch: ScheduledBatch, step: list[BlockTable], placement: Placement
     ) -> Iterable[DraftReads]:
-        """What the drafts of the batch read: no block that is still on its way to the device. None
-        where the step does not write over what they would write: in a shared block.
+        """What the drafts of the batch read: blocks on the device, without those that the step
+        loads. A sequence whose newest token lies in a shared block does not draft: the step would
+        not overwrite what the draft wrote there.
         """
         size = self._spec.block_size
         for index, (item, table) in enumerate(zip(batch.items, step, strict=True)):
@@ -161,8 +162,8 @@ class StepPlanner:
             before = table.blocks[:first]
             there = (b.device_slot is not None and b not in placement.loads for b in before)
             heat = [b.heat if is_there else None for b, is_there in zip(before, there, strict=True)]
-            # Of all that are kept half are recent: a window sees what it always does. The model's
-            # own head, which drafts after a guess, is a single layer: it reads all.
+            # Half of the kept blocks are the most recent: enough for the widest window. The MTP
+            # head, which drafts after a guess, is a single layer: it reads all.
             least = len(before) if item.guesses else 2 * self._spec.widest_blocks
             kept = kept_blocks(heat, most_kept(heat, size, least))
             slots = tuple(device_slot(before[i]) for i in kept)
@@ -170,7 +171,7 @@ class StepPlanner:
             yield DraftReads(index, item.start, item.num_drafts, slots, tail_slots)
 
     def _tails(self, batch: ScheduledBatch, resting: list[BlockTable]) -> Iterable[Block]:
-        """The blocks that those who only draft write; none that would be loaded for it."""
+        """The blocks that resting sequences draft into, without those that would need a load."""
         for write in self._writes(batch.of_resting, resting):
             if write.block.device_slot is not None or not write.block.num_tokens:
                 yield write.block
@@ -202,16 +203,16 @@ class StepPlanner:
         starts = {item.seq.seq_id: item.start for item in batch.items}
         step = [tables[seq_id] for seq_id in starts]
         others = [t for seq_id, t in tables.items() if seq_id not in starts]
-        resting = [t for t in others if not t.is_preempted]
+        running = [t for t in others if not t.is_preempted]
         kept: set[Block] = set()
         if self._spec.kept_blocks > 1:
-            for table in (*step, *resting):
+            for table in (*step, *running):
                 start = starts.get(table.seq.seq_id, table.seq.num_computed)
                 first = max(table.num_released, self._spec.first_kept(start))
                 kept.update(table.blocks[first:])
         return StepTables(
             [table.held for table in step],
-            [table.held for table in resting],
+            [table.held for table in running],
             [table.held for table in others if table.is_preempted],
             frozenset(kept),
         )
@@ -238,7 +239,7 @@ class StepPlanner:
         return HOST + segment, place
 
     def _num_rows(self, parts: list[Part], batch: ScheduledBatch, num_padding: int) -> int:
-        """Sequences that a step is padded to; 0: it is not."""
+        """The number of sequences that a step is padded to; 0: it is not padded."""
         is_resident = len(parts) == 1 and parts[0].tier == DEVICE
         is_plain = batch.num_tokens == len(batch.items)
         laid_out, num_sequences = self._padding.laid_out, len(batch.items)
