@@ -1,8 +1,8 @@
 """StateSlots: the recurrent states of the sequences that run, and snapshots of states on the host.
 
-A state is of one length: unlike KV it cannot be cut. A sequence that lost its state, or begins with
-a cached prefix, goes on from the end of a block that has a snapshot. One whose guesses were wrong
-goes on from the state that it had before them, and brings the right ones once more.
+Unlike KV, a state cannot be cut at an earlier token. A sequence that lost its state, or begins with
+a cached prefix, goes on from the end of a block that has a snapshot. If guesses were wrong, it goes
+on from the state before them and computes the right ones once more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.sequence import ScheduledBatch
 
-UNKNOWN = -1  # a step has begun to change the state, and did not come to its end
+UNKNOWN = -1  # a step has begun to change the state and has not ended
 
 
 class StateSnapshots:
@@ -53,8 +53,8 @@ class StateSnapshots:
 
 
 class StateSlots:
-    """Which sequence has which slot of KVMemory.states, and how many tokens its state has seen. A
-    model without recurrent layers has none, and nothing is asked of them.
+    """Which sequence has which slot of KVMemory.states, and how many tokens its state has seen.
+    Without recurrent layers every method does nothing.
     """
 
     def __init__(self, spec: KVSpec, memory: KVMemory, tables: Mapping[int, BlockTable]) -> None:
@@ -66,18 +66,18 @@ class StateSlots:
         self._snapshots = StateSnapshots(spec.num_snapshots)
 
     def take(self, table: BlockTable, running: Container[int]) -> None:
-        """Give a sequence a slot, if it has none: a free one, or that of another sequence, which
-        does not run; and the state at its last computed token. running: the others, by seq_id.
+        """Give a sequence a slot, if it has none, and load the state at its last computed token. If
+        no slot is free, one that does not run loses its own. running: the ids of those that do.
         """
         seq_id = table.seq.seq_id
         if not self._spec.num_states:
             return
         if seq_id not in self._slots:
             if not self._free:
-                resting = [other for other in self._slots if other not in running]
-                if not resting:
+                idle = [other for other in self._slots if other not in running]
+                if not idle:
                     raise EngineError("more sequences run than there are recurrent states")
-                self.release(resting[-1])
+                self.release(idle[-1])
             self._slots[seq_id], self._lengths[seq_id] = self._free.pop(), 0
         self.load(table)
 
@@ -103,8 +103,8 @@ class StateSlots:
         return self._snapshots.num_before(blocks) if self._spec.num_states else len(blocks)
 
     def load(self, table: BlockTable) -> None:
-        """Bring the snapshot at the last computed token of a sequence into its slot, if it has one
-        with another state.
+        """Load the snapshot at the last computed token of a sequence into its slot, unless its
+        state is there already.
         """
         seq_id, computed = table.seq.seq_id, table.seq.num_computed
         slot = self._slots.get(seq_id)
@@ -114,8 +114,8 @@ class StateSlots:
             self._lengths[seq_id] = computed
 
     def tokens_to_stop(self, table: BlockTable, computed: int, num_tokens: int) -> int:
-        """How many of the next tokens a step computes, so that a snapshot can be taken where it is
-        worth its place.
+        """How many of the next `num_tokens` tokens a step computes: it ends where a snapshot is
+        likely to be used.
         """
         if not self._spec.num_snapshots:
             return num_tokens
@@ -130,8 +130,8 @@ class StateSlots:
                 self._memory.copy_state(slot, self._other(slot))
 
     def go_back(self, table: BlockTable) -> bool:
-        """Guesses of the last step were wrong: the sequence has its state of before it again. False
-        if there are no states: its KV can be cut where they went wrong.
+        """Guesses of the last step were wrong: the sequence gets its state before that step back.
+        False without recurrent layers: KV can be cut after the last right guess.
         """
         seq_id = table.seq.seq_id
         if not self._spec.num_states:
@@ -145,8 +145,8 @@ class StateSlots:
         return (slot + self._spec.num_states) % self._spec.num_state_slots
 
     def begin(self, batch: ScheduledBatch, num_rows: int) -> tuple[int, ...]:
-        """A step changes the states of a batch: the slot of each sequence. Rows past them, up to
-        num_rows, have the last slot, which is nobody's.
+        """Returns the slot of each sequence of a step, whose states it changes. Padding rows, up to
+        num_rows, get the last slot, which no sequence has.
         """
         if not self._spec.num_states:
             return ()
@@ -156,19 +156,19 @@ class StateSlots:
         return (*slots, *[self._spec.num_state_slots] * (num_rows - len(slots)))
 
     def end(self, batch: ScheduledBatch) -> None:
-        """The step has changed them all. Takes snapshots where no guess may have been wrong."""
+        """The step has changed these states. Take snapshots of sequences without guesses."""
         for item in batch.items if self._spec.num_states else ():
             self._lengths[item.seq.seq_id] = item.start + item.num_tokens
             if not item.guesses:
                 self._take_snapshot(self._tables[item.seq.seq_id])
 
     def settle(self, table: BlockTable) -> None:
-        """No guess of the last step was wrong. Takes the snapshot that was not taken for them."""
+        """No guess of the last step was wrong: take the snapshot that `end` has put off."""
         if self._spec.keeps_states and self.is_at(table):
             self._take_snapshot(table)
 
     def _take_snapshot(self, table: BlockTable) -> None:
-        """Take one of the state that a sequence has, if it may well go on from there."""
+        """Take a snapshot of a sequence's state, where one is likely to be used."""
         seq_id, size = table.seq.seq_id, self._spec.block_size
         index, rest = divmod(self._lengths[seq_id], size)
         if self._spec.num_snapshots and not rest and table.is_resumable(index, size):
