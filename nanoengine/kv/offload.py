@@ -32,16 +32,16 @@ from nanoengine.kv.transfers import FailedTransfer, StoreEvents, TransferCounter
 
 
 class OffloadEngine:
-    """Owns the host pool, the ring and the copy streams. loaded_bytes: by layer, what a load reads
-    of a token over the link.
+    """Owns the host pool, the ring and the copy streams. loaded_bytes: for each layer, the bytes
+    that a load of one token copies over the link.
     """
 
     def __init__(
         self, device: Device, device_pool: Sequence[Tensor], spec: KVSpec, debug: bool = False
     ) -> None:
-        """device_pool: of each layer, [device_blocks, parts, block_size, kv_heads, head_dim].
+        """device_pool: for each layer, [device_blocks, parts, block_size, kv_heads, head_dim].
 
-        spec: a codec needs a ring. debug: memory that holds no KV is filled with NaN.
+        debug: memory that holds no KV is filled with NaN.
         """
         blocks, codec = spec.layer_blocks, spec.host_codec
         self.device = device
@@ -53,7 +53,7 @@ class OffloadEngine:
         self._decode: Convert | None = codec.decode if codec else None
         host_blocks = [codec.host_block(b) if codec else b for b in blocks]
         host_dtype = codec.dtype if codec else spec.dtype
-        # Of a token, by layer: what a store writes, and what a load reads.
+        # Bytes of a token in each layer: those that a store writes, those that a load reads.
         stored = [math.prod((b[0], *b[2:])) * host_dtype.itemsize for b in host_blocks]
         self.loaded_bytes = [b[0] * codec.read_bytes(*b[2:]) for b in blocks] if codec else stored
         self._stored_bytes = sum(stored)
@@ -83,7 +83,7 @@ class OffloadEngine:
         self.stored.host[host_slot] = [d2h.record()] * self.host.num_layers
 
     def take_failures(self) -> list[FailedTransfer]:
-        """The transfers that failed since the last call; those that compute waited for are among
+        """The transfers that failed since the last call, all that compute has waited for among
         them.
         """
         failures = []
@@ -115,9 +115,7 @@ class OffloadEngine:
     # -- used by TransferRun ---------------------------------------------------------------------
 
     def queue_stores(self, transfers: StepTransfers) -> None:
-        """All stores of a step, layer by layer, behind everything that compute has been given
-        so far.
-        """
+        """Queue all stores of a step, layer by layer, behind the work that compute has so far."""
         stores = transfers.stores
         if not stores:
             return
@@ -135,8 +133,8 @@ class OffloadEngine:
             self.counters.d2h_bytes += self._stored_bytes * (s.stop - s.start)
 
     def _queue_run(self, layer: int, run: Sequence[Store], transfers: StepTransfers) -> None:
-        """Stores of one layer: one, or of whole blocks that are one copy wherever they are in one
-        segment of the host pool.
+        """Queue the stores of a run in one layer. Whole blocks are one copy in each segment of the
+        host pool.
         """
         d2h, first = self.device.d2h, run[0]
         device_slots, host_slots = [s.device_slot for s in run], [s.host_slot for s in run]
@@ -157,7 +155,7 @@ class OffloadEngine:
             d2h.copy(host, blocks, ids[at : at + len(host)], self._encode)
 
     def queue_loads(self, layer: int, transfers: StepTransfers) -> Event:
-        """Bring blocks of one layer back into device slots."""
+        """Queue the loads of one layer: host blocks go back into device slots."""
         h2d, declare = self.device.h2d, self.device.declare
         for load in transfers.loads:
             self.stored.wait(h2d, layer, (load.device_slot,), (load.host_slot,))
@@ -174,7 +172,7 @@ class OffloadEngine:
         return h2d.record()
 
     def queue_fill(self, layer: int, transfers: StepTransfers, index: int, ring_slot: int) -> Event:
-        """Bring fill `index` of one layer into a ring slot, once its last reader has drained it."""
+        """Queue fill `index` of one layer into a ring slot, once its last reader has drained it."""
         host_slots = transfers.fills[index]
         h2d, declare = self.device.h2d, self.device.declare
         drained = self._drained[ring_slot]
@@ -200,7 +198,7 @@ class OffloadEngine:
         return h2d.record()
 
     def await_event(self, event: Event) -> None:
-        """Let compute wait, and count whether it had to."""
+        """Let compute wait for a copy, and count whether it had to."""
         if event.is_done():
             self.counters.num_prefetch_hits += 1
         else:
@@ -224,8 +222,8 @@ class OffloadEngine:
         owner: object,
         convert: Convert | None,
     ) -> None:
-        """Tokens [start, stop) of a block [parts, block_size, ...]: one copy when it is whole, else
-        one of each part.
+        """Copy tokens [start, stop) of a block [parts, block_size, ...]: a whole block at once,
+        else each part by itself.
         """
         start, stop = tokens
         if stop - start == dst.shape[1]:
@@ -236,11 +234,11 @@ class OffloadEngine:
 
 
 class TransferRun:
-    """The transfers of one step on their way: stores, loads and the first fills are queued at once.
-    Compute calls it layer by layer.
+    """The transfers of one step. It queues the stores, loads and first fills at once; compute then
+    calls it layer by layer.
 
-    Loads are of the layers that have KV. Fills are of the layers that read it: two that read the
-    same KV each have theirs.
+    A load is for a layer that has KV. A fill is for a layer that reads KV: two layers that read the
+    same KV have a fill each.
     """
 
     def __init__(self, engine: OffloadEngine, transfers: StepTransfers) -> None:
@@ -262,17 +260,21 @@ class TransferRun:
         self._issue()
 
     def share_cores(self, with_copies: bool) -> None:
-        """Whether compute leaves a core to the copies, if a step has them all the time."""
+        """Let compute leave a core to the copies, or take it back. Only a decode step that streams
+        copies all the time; other steps keep their cores.
+        """
         streams = self._transfers.is_decode and bool(self._transfers.fills)
         self._engine.device.share_cores(with_copies and streams)
 
     def await_loads(self, layer: int) -> None:
-        """Let compute wait until the blocks of this layer that were loaded are in."""
+        """Let compute wait for the loads of this layer."""
         if self._transfers.loads:
             self._engine.await_event(self._loaded[layer])
 
     def read_host(self, layer: int, segment: int, places: Sequence[int]) -> Tensor:
-        """A segment of the host pool as a layer reads it: compute is about to, at these places."""
+        """One layer of a segment of the host pool, whose blocks at these places compute reads next,
+        in place.
+        """
         device, slots = self._engine.device, list(self._engine.host.slots(segment, places))
         layer = self._sources[layer]
         self._engine.stored.wait(device.compute, layer, host_slots=slots)
@@ -300,9 +302,7 @@ class TransferRun:
         self._issue()
 
     def finish(self) -> bool:
-        """Let compute wait for all that is still under way; False if the step had not come to
-        its end.
-        """
+        """Let compute wait for all copies under way; False if the step did not come to its end."""
         compute = self._engine.device.compute
         self.share_cores(False)
         complete = self._next_fill == self._begins[-1] and not self._filled
@@ -336,5 +336,5 @@ class TransferRun:
 
 
 def slot_keys(pool: str, layer: int, slots: Sequence[int]) -> Iterator[tuple[str, int, int]]:
-    """Names of slots for the checking device; nobody else asks for them."""
+    """Names of slots, for the checking device only."""
     return ((pool, layer, slot) for slot in slots)
