@@ -44,7 +44,7 @@ class HybridKVCacheManager:
         freed memory is filled with NaN. padding: see StepPlanner. Raises OutOfMemoryError.
         """
         self.spec = spec
-        self._link_bytes = spec.streamed_bytes, spec.load_bytes
+        self._streamed_bytes, self._load_bytes = spec.streamed_bytes, spec.load_bytes
         self.peak_streamed = 0
         self.tables: dict[int, BlockTable] = {}
         self.blocks = BlockManager(spec.num_blocks, spec.num_host_blocks, spec.spare_blocks)
@@ -108,20 +108,18 @@ class HybridKVCacheManager:
         return Admission.ADMITTED
 
     def stream_cost(self, seq: Sequence) -> int:
-        """Blocks that would cross the link for this sequence in a step, besides those that already
-        do for others.
-        """
+        """How many more blocks would cross the link in this step if this sequence ran in it."""
         if not self.spec.slot_blocks:
             return 0
         blocks = self.tables[seq.seq_id].streamed - self._budget.streamed
-        return -(-len(blocks) * self._link_bytes[0] // self._link_bytes[1])
+        return -(-len(blocks) * self._streamed_bytes // self._load_bytes)
 
     def is_streamed(self, seq: Sequence) -> bool:
         """Whether KV of this sequence crosses the link in each of its steps."""
         return self.spec.slot_blocks > 0 and bool(self.tables[seq.seq_id].streamed)
 
     def streams_alone(self, seq: Sequence) -> bool:
-        """Whether it streams, and nobody else holds a block that crosses the link for it."""
+        """Whether it streams, and no other sequence shares a block that it streams."""
         streamed = self.tables[seq.seq_id].streamed
         return self.is_streamed(seq) and all(block.ref_count == 1 for block in streamed)
 
@@ -131,11 +129,11 @@ class HybridKVCacheManager:
         return self.is_streamed(seq) or (0 < least <= len(table.blocks) and not table.streamed)
 
     def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None:
-        """How many of the next `num_tokens` tokens can be computed in this step.
+        """How many of the next `num_tokens` tokens this step can compute.
 
-        num_ahead: tokens before these that a step is still computing. Returns 0: none in this step,
-        other sequences write to the device blocks. None: blocks have run out, a sequence must be
-        preempted.
+        num_ahead: tokens before them that the step under way computes. Returns 0 if the sequence
+        must wait for a later step, as others write to the device blocks in this one; None if there
+        are too few blocks, so that a sequence must be preempted.
         """
         table, size, budget = self.tables[seq.seq_id], self.spec.block_size, self._budget
         if not num_ahead:
@@ -156,7 +154,7 @@ class HybridKVCacheManager:
         granted = min(num_tokens, (first + budget.num_write_blocks) * size - computed)
         stop = computed + granted
         num_new = max(0, self._blocks_for(stop) - len(table.blocks))
-        # A load holds two slots during the step: it needs one that new blocks leave free.
+        # A load takes a second slot during the step: one that new blocks do not take.
         num_loads = budget.num_loads + table.needs_load(first)
         if granted <= 0 or num_loads > self.blocks.num_available - num_new + self.spec.spare_blocks:
             return 0
@@ -174,9 +172,9 @@ class HybridKVCacheManager:
         return num_blocks * self.spec.block_size - seq.num_computed
 
     def commit(self, seq: Sequence, num_tokens: int, num_rejected: int = 0) -> None:
-        """The next `num_tokens` tokens now have KV: count them, publish the blocks they filled, and
+        """Count the next `num_tokens` tokens as computed, publish the blocks that they filled, and
         release those that every window has passed. KV of the `num_rejected` tokens after them is
-        discarded; with recurrent layers, that of all the step's.
+        discarded; a model with recurrent layers then discards the whole step.
         """
         table, size = self.tables[seq.seq_id], self.spec.block_size
         first = seq.num_computed // size
@@ -190,8 +188,8 @@ class HybridKVCacheManager:
         self._release(table.release_passed(self.spec.first_needed(seq.num_computed)))
 
     def preempt(self, seq: Sequence) -> None:
-        """The sequence leaves the running ones and keeps its KV. `reserve` and `admit` of others
-        may take its blocks, the last ones first; it then computes those again.
+        """The sequence stops running and keeps its KV. Other sequences may take its blocks, the
+        last ones first; it computes those again.
         """
         table = self.tables[seq.seq_id]
         table.is_preempted = True
@@ -199,10 +197,8 @@ class HybridKVCacheManager:
         self._prefix_cache.withdraw(table)
 
     def take_failures(self, batch: ScheduledBatch) -> dict[int, str]:
-        """Sequences whose KV was lost or never delivered since the last call, and why.
-
-        batch: the step that has just ended. They must be deallocated without committing the step;
-        lost blocks cannot be found any more.
+        """The sequences, by id, whose KV copies have failed since the last call, and why. They must
+        be deallocated without committing the step. batch: the step that has just ended.
         """
         failed: dict[int, str] = {}
         in_step = {item.seq.seq_id for item in batch.items}
@@ -217,7 +213,7 @@ class HybridKVCacheManager:
         return failed
 
     def deallocate(self, seq: Sequence) -> None:
-        """The one place where a sequence's blocks and table end: finish, abort, error."""
+        """Free the blocks and the table of a sequence that has ended, for whatever reason."""
         table = self.tables.pop(seq.seq_id, None)
         self._kept.pop(seq.seq_id, None)
         if table is not None:
@@ -235,7 +231,7 @@ class HybridKVCacheManager:
         self._states.keep(batch)
         planned = self._planner.plan(batch, self.tables)
         self.peak_streamed = max(self.peak_streamed, len(planned.streamed))
-        # Who does not stream is asked where its drafts are checked: its other steps are replayed.
+        # Without streams only steps that check drafts measure heat: others are replayed.
         if planned.drafts or (planned.streamed and self.spec.slot_blocks):
             self._heat.begin(batch, self.tables)
         return OpenStep(planned, batch, self.memory, self._planner, self._heat)
@@ -287,10 +283,10 @@ class HybridKVCacheManager:
         self.blocks.check(references)
         self._states.check()
 
-    # -- parts of these ----------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _rewind_if_lost(self, table: BlockTable) -> None:
-        """A sequence without its recurrent state goes on from a snapshot, or begins again."""
+        """A sequence that lost its recurrent state goes back to a snapshot, or to the start."""
         size = self.spec.block_size
         if not self._states.is_at(table):
             computed = table.blocks[: table.seq.num_computed // size]
@@ -311,8 +307,8 @@ class HybridKVCacheManager:
         return {block for block in (*tables, *self.blocks.cached) if block.block_id in ids}
 
     def _give_up(self, block: Block, is_lost: bool) -> None:
-        """A copy of the block failed. If its content is lost, it cannot be found any more; else a
-        load failed, and the block is on the host only.
+        """A copy of the block failed. If its content is lost, unpublish it. Otherwise a load failed
+        and the host copy is good: free the device slot.
         """
         if not is_lost:
             if block.device_slot is not None and block.is_on_host:
@@ -336,8 +332,8 @@ class HybridKVCacheManager:
         return True
 
     def _release(self, blocks: list[Block]) -> None:
-        """Drop a sequence's references, the last block's first: the LRU then evicts a prefix after
-        what follows it.
+        """Drop a sequence's references, the last block's first, so that the LRU evicts the end of a
+        prefix before its beginning.
         """
         for block in reversed(blocks):
             slots = block.device_slot, block.host_slot
