@@ -29,7 +29,7 @@ from nanoengine.sequence import (
     SequenceStatus,
 )
 
-LOOK_PAST = 256  # sequences that must wait, past which a step looks for others that need not
+LOOK_PAST = 256  # waiting sequences that may be passed over in a step to admit later ones
 
 
 class KVAdmission(DraftingKV, Protocol):
@@ -45,9 +45,8 @@ class KVAdmission(DraftingKV, Protocol):
 
 @dataclass(slots=True)
 class _Step:
-    """A step while it is put together.
-
-    tokens: left of its budget; guess_tokens: how many of these may be guesses. items: by seq_id.
+    """A step while it is planned. tokens: what is left of its budget; guess_tokens: how many of
+    them may be guesses. items: by seq_id.
     """
 
     tokens: int
@@ -66,8 +65,9 @@ class Scheduler:
         stream_blocks_per_step: int | None = None,
         takes_turns: bool = False,
     ) -> None:
-        """max_num_batched_tokens: what the KV pools leave of the setting. stream_blocks_per_step:
-        blocks that may cross the link a step beside resident decodes. takes_turns: see DraftTurns.
+        """max_num_batched_tokens: the setting, or less if the KV pools are small.
+        stream_blocks_per_step: blocks that may cross the link in a step beside resident decodes.
+        takes_turns: see DraftTurns.
         """
         self._config = config
         self._kv = kv
@@ -98,7 +98,7 @@ class Scheduler:
         self.waiting = deque([*first.values(), *others])
 
     def abort(self, seqs: Iterable[Sequence]) -> list[Sequence]:
-        """End these, unless they have ended, and free what they hold; returns those it ended."""
+        """End these sequences, free what they hold, and return those that had not ended yet."""
         ended = [seq for seq in dict.fromkeys(seqs) if not seq.is_finished]
         for seq in ended:
             seq.finish("abort")
@@ -113,8 +113,8 @@ class Scheduler:
         resting = self.turns.resting(order)
         step = self._schedule_running([seq for seq in order if seq not in resting])
         if not step.items and self.running:
-            # No protected decode or nobody whose turn it is can run, or who had blocks to write to
-            # was preempted: lift the limits, and give all of them out anew.
+            # None of the protected decodes or of those in turn can run, or those that could were
+            # preempted: schedule all running sequences, without these limits.
             self._kv.reset_budget()
             self._pacer.start_step(is_limited=False)
             step = self._schedule_running(order)
@@ -129,10 +129,10 @@ class Scheduler:
         return batch
 
     def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
-        """The step after `batch`, which still runs: its sequences, one step further. None if the
-        next step depends on what it samples, or on other sequences.
+        """The step after `batch`, which still runs: its sequences, one step further. None if that
+        step depends on the tokens that `batch` samples, or has other sequences.
 
-        Sequences that end in it by their length are left out. If others end in it, they are
+        A sequence that `batch` brings to its length is left out. One that ends in it by a stop is
         computed once more in vain.
         """
         has_all = len(batch.items) == len(self.running) and not self.waiting
@@ -170,8 +170,8 @@ class Scheduler:
         """Commit the computed tokens, append the sampled ones, free what ended sequences hold;
         returns the ended sequences.
 
-        token_ids: what the items of the batch sample, in order. next_guesses: of the model's own
-        head, after each. failed: sequences, by id, whose KV is lost, and why: an error ends them.
+        token_ids: what the items of the batch sample, in order. next_guesses: what the MTP head
+        guesses after each. failed: why sequences, by id, have lost KV: an error ends them.
         """
         self.turns.end_step(batch)
         ended = self._fail(failed or {})
@@ -195,8 +195,8 @@ class Scheduler:
         return ended
 
     def _append_tokens(self, item: ScheduledSequence, accepted: list[int], is_timed: bool) -> None:
-        """Append tokens until one ends the sequence, and commit the KV behind them. A sequence
-        that has no token to take fails, and its KV is not published.
+        """Append tokens until one ends the sequence, and commit their KV. NO_TOKEN fails the
+        sequence, and its KV is not published.
         """
         seq, num_before = item.seq, item.seq.num_tokens
         for token in accepted:
@@ -262,7 +262,8 @@ class Scheduler:
             if victim is seq:
                 return
         if granted:
-            guesses = guesses.first(0 if seq.is_prefill else granted - 1)  # it may be back there
+            # reserve() may have taken the sequence back to its prefill.
+            guesses = guesses.first(0 if seq.is_prefill else granted - 1)
             granted = min(granted, seq.num_remaining + len(guesses))
             step.items[seq.seq_id] = guesses.of(seq, granted)
             step.tokens -= granted
@@ -276,7 +277,7 @@ class Scheduler:
         while self.waiting and step.tokens and len(self.running) < most and len(passed) < LOOK_PAST:
             seq = self.waiting.popleft()
             if seq.status is SequenceStatus.PAUSED or not self._may_start(seq, step):
-                passed.append(seq)  # shorter ones may pass while it waits for its place
+                passed.append(seq)  # shorter prompts may pass it
                 continue
             admission = self._kv.admit(seq)
             if admission is Admission.IN_FLIGHT:
@@ -291,9 +292,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _chunk(self, seq: Sequence, most: int) -> int:
-        """Tokens for `seq` in this step. A long prefill leaves room while others wait for
-        theirs.
-        """
+        """Tokens for `seq` in this step. A long prefill leaves some to other prefills."""
         wanted = min(seq.num_remaining, most)
         others = (s for s in chain(self.waiting, self.running) if s is not seq)
         if wanted > self._long_tokens and any(s.is_prefill for s in others):
@@ -314,8 +313,8 @@ class Scheduler:
         return seq.num_remaining > self._long_tokens
 
     def preempt(self, seq: Sequence) -> None:
-        """A running sequence waits at the front again; KV that others take meanwhile is computed
-        again.
+        """Put a running sequence at the front of the queue; it computes again what KV others take
+        meanwhile.
         """
         self.running.remove(seq)
         self._kv.preempt(seq)
@@ -324,7 +323,7 @@ class Scheduler:
         self.waiting.appendleft(seq)
 
     def _pause(self, seq: Sequence) -> None:
-        """A running sequence waits to be resumed; others may take its KV, as a preempted one's."""
+        """Let a running sequence wait for `resume`; others may take its KV, as if preempted."""
         self.running.remove(seq)
         self._kv.preempt(seq)
         seq.status = SequenceStatus.PAUSED
