@@ -39,8 +39,8 @@ from nanoengine.startup.probe import DecodeCosts, predict_speed, profiled_bytes
 class LLMEngine:
     """Loads a model and runs requests over it, a step at a time.
 
-    inputs makes the sequences of requests, outputs their results. runs_ahead: begin a step before
-    the tokens of the one before are read, as a GPU can. batch: of the last step.
+    inputs makes the sequences of requests, outputs their results. runs_ahead: a step begins before
+    the tokens of the previous one are read, as a GPU can. batch: the last step's.
     """
 
     @shows_settings
@@ -145,7 +145,7 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that it finished.
 
-        Where it runs ahead, the next step is begun before the tokens of this one are read.
+        If runs_ahead, the next step begins before the tokens of this one are read.
         """
         scheduler, runner = self.scheduler, self.runner
         step = self._under_way
