@@ -79,7 +79,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, before: StepTokens | None = None) -> StepTokens:
-        """Begin the step. before: the one that computes the tokens which `batch` is ahead of."""
+        """Begin a step. before: the previous step, if its tokens are not read yet."""
         self._device.begin_step()
         step = self._kv.open_step(batch)
         try:
@@ -91,13 +91,13 @@ class ModelRunner:
                     between = step.draft_steps_between(layers)
                     of_resting = self.drafter.draft(batch.of_resting, between)
                 hidden = last(layers)
-            # The model's own head stores KV in the step, of the tokens that it samples.
+            # The MTP head stores KV of the sampled tokens: it needs the open step.
             computed = batch, ctx, hidden, (drafts, of_resting), step.num_padding
-            made = self._sample(*computed) if self.mtp else None
+            sampled = self._sample(*computed) if self.mtp else None
             step.mark_written()
         finally:
             step.close()
-        return made or self._sample(*computed)
+        return sampled or self._sample(*computed)
 
     def _sample(
         self,
@@ -107,7 +107,9 @@ class ModelRunner:
         all_drafts: tuple[Drafts, Drafts],
         num_padding: int,
     ) -> StepTokens:
-        """The tokens of a step, of which the model has computed [tokens, hidden]."""
+        """Sample the tokens of a step. hidden: the model's last states, [tokens, hidden].
+        all_drafts: those of the step's sequences, and those of the resting ones.
+        """
         drafts, of_resting = all_drafts
         prompts = tuple(self._scorer.score_prompts(batch, hidden))
         if not len(ctx.logit_rows):
@@ -118,14 +120,14 @@ class ModelRunner:
             return StepTokens(batch, nothing, nothing, scores, drafts, of_resting)
         logits = self._logits(hidden, ctx, num_padding)
         known = drafts.read(batch, self._device)
-        drawn = [
+        rows = [
             (item.seq, item.start + item.num_tokens - num_after, item.guesses[:number])
             for item in known.items
             for number, num_after in enumerate(reversed(range(item.num_samples)))
         ]
-        seqs, positions, ahead = zip(*drawn, strict=True)
+        seqs, positions, guesses = zip(*rows, strict=True)
         allowed = masked(logits, step_masks(known), self._device)
-        tokens = self.sampler.sample(allowed, seqs, positions, ahead)
+        tokens = self.sampler.sample(allowed, seqs, positions, guesses)
         parts = [tokens, *(each.tokens for each in all_drafts if each.places)]
         if self.mtp is not None:
             parts.append(self.mtp.guess(batch, ctx, hidden, tokens))
@@ -134,7 +136,9 @@ class ModelRunner:
         return StepTokens(batch, tokens, numbers, scores, drafts, of_resting)
 
     def _logits(self, hidden: Tensor, ctx: ForwardContext, num_padding: int) -> Tensor:
-        """Of the rows that sample, made beside those of the last `num_padding` rows."""
+        """The logits of the rows that sample. The last `num_padding` rows are computed with them,
+        so that the number of rows does not depend on guesses.
+        """
         num_all, num_wanted = hidden.shape[0], ctx.logit_rows.shape[0]
         rows = hidden if num_wanted == num_all else hidden[ctx.logit_rows]
         if num_padding:
@@ -144,9 +148,8 @@ class ModelRunner:
     def _context(
         self, batch: ScheduledBatch, step: OpenStep, before: StepTokens | None, drafts: Drafts
     ) -> ForwardContext:
-        """The forward context of a batch, over the KV cache of its step.
-
-        before: the step that samples the tokens which some of these sequences begin with.
+        """The forward context of a batch, over the KV cache of its step. Tokens that only the
+        device knows come from the step `before` and from `drafts`.
         """
         rows = [
             SequenceRows(
@@ -159,22 +162,20 @@ class ModelRunner:
         )
         starts = [0, *accumulate(item.num_tokens for item in batch.items)]
         if before is not None:
-            self._fill(ctx.token_ids, before.places(batch, starts), before.tokens)
+            self._copy_tokens(ctx.token_ids, before.places(batch, starts), before.tokens)
         places = (
             (starts[i] + 1 + len(batch.items[i].guesses) + n, at)
             for i, ats in drafts.places.items()
             for n, at in enumerate(ats)
         )
-        self._fill(ctx.token_ids, [*places], drafts.tokens)
+        self._copy_tokens(ctx.token_ids, [*places], drafts.tokens)
         return ctx
 
-    def _fill(self, tokens: Tensor, places: list[tuple[int, int]], computed: Tensor) -> None:
-        """Set tokens that the device knows and the host does not yet; places: (row, where in
-        `computed`) of each.
-        """
+    def _copy_tokens(self, tokens: Tensor, places: list[tuple[int, int]], source: Tensor) -> None:
+        """Copy tokens on the device. places: (index in `tokens`, index in `source`) of each."""
         if places:
             to, at = packed(self._device.tensor, [*zip(*places, strict=True)], torch.int64)
-            tokens[to] = computed[at].clamp(min=0)  # NO_TOKEN: of a request that fails
+            tokens[to] = source[at].clamp(min=0)  # NO_TOKEN: of a request that fails
 
 
 def _known_tokens(item: ScheduledSequence) -> list[int]:
