@@ -1,7 +1,7 @@
-"""Which tokens a draft is chosen among, where reading the whole output head is dear.
+"""Which tokens a draft is chosen among, where the output head is a large part of the model.
 
-Of the 535 MB that a step of Gemma 3 270M reads, 335 are its head. What follows is mostly frequent,
-or stood in the text lately. After FR-Spec (arXiv 2502.14856), which keeps the frequent alone.
+A step of Gemma 3 270M reads 535 MB; 335 are its output head. The next token is mostly a frequent
+one, or one of the recent text. After FR-Spec (arXiv 2502.14856), which keeps frequent ones only.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.sequence import Sequence
 
 NUM_RUNS = 512  # 32,768 tokens
-FREQUENT_RUNS = 128  # the first of a vocabulary: merges come in the order of frequency
-LEAST_TIMES = 3  # as large is a vocabulary, or all of it is read
-LEAST_SHARE = 0.2  # of a model's weights that its head is, or all of it is read
-RECENT_TOKENS = 8192  # that are looked at
-MOST_SEQUENCES = 4  # more of them share one read of the head, and need more tokens
+FREQUENT_RUNS = 128  # the first ones of a vocabulary, whose merges are in order of frequency
+LEAST_TIMES = 3  # a vocabulary of fewer than so many times NUM_RUNS is read whole
+LEAST_SHARE = 0.2  # an output head that is less of the model's weights is read whole
+RECENT_TOKENS = 8192  # newest tokens of a sequence whose runs are added
+MOST_SEQUENCES = 4  # more of them share one read of the whole head
 
 
 def has_large_head(config: ModelConfig) -> bool:
-    """Whether fewer tokens make a draft by all layers cheaper than wrong drafts make it dear."""
+    """Whether the output head is so large that drafts gain by reading only a part of it."""
     head = config.vocab_size * config.hidden_size
     return head >= LEAST_SHARE * sum(map(prod, weight_shapes(config).values()))
 
 
 class DraftVocabulary:
-    """Tells drafters what to ask of a head that has `num_runs` (see layer_ops.PartedHead)."""
+    """Chooses the runs of an output head that drafts read. num_runs: see layer_ops.PartedHead."""
 
     def __init__(self, num_runs: int, device: Device) -> None:
         self._is_large = num_runs >= LEAST_TIMES * NUM_RUNS
         self._device = device
 
     def runs(self, seqs: Iterable[Sequence]) -> Tensor | None:
-        """The runs to choose drafts of these sequences among, int64 [n], ascending; None: all, as
-        where few tokens are allowed, which may be any.
+        """The runs to choose drafts of these sequences among, int64 [n], ascending. None: all; a
+        request that allows few tokens may need any run.
         """
         distinct = dict.fromkeys(seqs)
         is_limited = any(seq.grammar or seq.request.params.allowed_token_ids for seq in distinct)
@@ -52,7 +52,7 @@ class DraftVocabulary:
 
 
 def likely_runs(seqs: Seq[Sequence]) -> list[int]:
-    """At most NUM_RUNS, ascending: frequent ones, and those of the newest tokens of each."""
+    """At most NUM_RUNS runs, ascending: frequent ones, and those of each sequence's new tokens."""
     runs = set(range(FREQUENT_RUNS))
     for seq in seqs:
         most = len(runs) + (NUM_RUNS - FREQUENT_RUNS) // len(seqs)
