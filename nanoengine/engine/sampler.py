@@ -1,7 +1,7 @@
 """Samples tokens from logits. Knows sampling parameters and positions, no scheduler and no KV.
 
-The luck of a token is a hash of (seed, position, token): see models/draw.py. There is no generator
-state, so neither the batch nor preemption can change a request's tokens.
+A token's random number is a hash of (seed, position, token): see models/draw.py. There is no
+generator state, so neither the batch nor preemption can change a request's tokens.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class SamplingOps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedTokens:
-    """Thousands of ids, which would take milliseconds in every step, as tensors.
+    """The ids of a request's parameters as tensors, made once: thousands of ids would take
+    milliseconds in every step. None: the request does not need them.
 
-    forbidden: bool [vocab], all but the allowed tokens. stops: those that end a text, int64 [n],
-    where it has a least length. seen: the prompt's distinct tokens, int64 [n], where repetition is
-    penalised. None: not asked for.
+    forbidden: bool [vocab], all but the allowed tokens. stops: int64 [n], which min_tokens forbids.
+    seen: int64 [n], the prompt's distinct tokens, for repetition_penalty.
     """
 
     forbidden: Tensor | None
@@ -64,13 +64,13 @@ class Sampler:
         logits: Tensor,
         seqs: abc.Sequence[Sequence],
         positions: abc.Sequence[int],
-        ahead: abc.Sequence[tuple[int, ...]] = (),
+        guesses: abc.Sequence[tuple[int, ...]] = (),
     ) -> Tensor:
         """logits: [n, vocab] of any float dtype, a row for each sequence. Returns token ids, int64
         [n]; NO_TOKEN for a row with a NaN or without a finite largest logit. -inf is allowed.
 
-        positions: of the tokens to choose; tokens before them need not be appended yet. ahead: of
-        each row, those of them that penalties and bad words count, too; (): none.
+        positions: of the tokens to choose. guesses: for each row, the guessed tokens before it,
+        which penalties and bad words count as output; (): none.
         """
         changed = [
             (row, seq, position)
@@ -80,7 +80,7 @@ class Sampler:
         if changed:
             logits = logits.to(torch.float32, copy=True)
             for row, seq, position in changed:
-                self._adjust(logits[row], seq, position, ahead[row] if ahead else ())
+                self._adjust(logits[row], seq, position, guesses[row] if guesses else ())
         tokens = self._ops.argmax(logits)  # a NaN counts as the largest
         largest = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         drawn = [i for i, s in enumerate(seqs) if not s.request.params.greedy]
@@ -94,13 +94,13 @@ class Sampler:
                 tokens[rows] = self._ops.draw(logits[rows], draws)
         return torch.where(largest.abs() < LARGEST_LOGIT, tokens, NO_TOKEN)
 
-    def _adjust(self, row: Tensor, seq: Sequence, position: int, ahead: tuple[int, ...]) -> None:
+    def _adjust(self, row: Tensor, seq: Sequence, position: int, guesses: tuple[int, ...]) -> None:
         """Apply the request's parameters to one token's logits, fp32 [vocab], in vLLM's order."""
         params = seq.request.params
         fixed = self._fixed.get(seq.prompt_owner or seq) or self._fix_tokens(seq, len(row))
         if fixed.forbidden is not None:
             row.masked_fill_(fixed.forbidden, -torch.inf)
-        if banned := _ends_of_bad_words(seq, ahead):
+        if banned := _ends_of_bad_words(seq, guesses):
             row[self._tensor(banned, torch.int64)] = -torch.inf
         if fixed.stops is not None and position - seq.num_prompt_tokens < params.min_tokens:
             row[fixed.stops] = -torch.inf
@@ -108,7 +108,7 @@ class Sampler:
             ids, values = zip(*params.biases, strict=True)
             row[self._tensor(ids, torch.int64)] += self._tensor(values, torch.float32)
         if seq.history is not None:
-            self._penalize(row, params, seq.history, fixed.seen, ahead)
+            self._penalize(row, params, seq.history, fixed.seen, guesses)
 
     def _fix_tokens(self, seq: Sequence, vocab_size: int) -> FixedTokens:
         params, forbidden, stops, seen = seq.request.params, None, None, None
@@ -128,10 +128,10 @@ class Sampler:
         params: SamplingParams,
         history: TokenHistory,
         seen: Tensor | None,
-        ahead: tuple[int, ...],
+        guesses: tuple[int, ...],
     ) -> None:
         output = Counter(history.output)
-        output.update(ahead)
+        output.update(guesses)
         if seen is not None:
             new = self._tensor([*output.keys() - history.prompt], torch.int64)
             for ids in (seen, new):
@@ -150,9 +150,9 @@ def _is_adjusted(seq: Sequence, position: int) -> bool:
     return is_held or fixed or params.follows_history
 
 
-def _ends_of_bad_words(seq: Sequence, ahead: tuple[int, ...]) -> list[int]:
+def _ends_of_bad_words(seq: Sequence, guesses: tuple[int, ...]) -> list[int]:
     """The last token of each bad word whose other tokens the output ends with."""
-    output = [*seq.output_token_ids, *ahead] if seq.request.bad_words else []
+    output = [*seq.output_token_ids, *guesses] if seq.request.bad_words else []
     return [
         word[-1]
         for word in seq.request.bad_words
