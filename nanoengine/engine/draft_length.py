@@ -21,27 +21,27 @@ from statistics import median
 
 from nanoengine.kv.draft_plan import HOPE, LEAST_GAIN
 
-EXPECTED = 3.0  # checked drafts that an expectation counts for
-KEPT = 0.98  # of what a check counts for, at each step with drafts after it
-NEARLY = 0.985  # of the most tokens a second
-LEAST_HOPE = 0.5  # texts differ: one that is not drafted well says little about the next
-HOPE_STEPS = 60  # over how many steps with drafts the engine's average goes
-WEIGHT = 0.15  # of a slower time without drafts than the one known
-NUM_PLAIN = 2  # steps without drafts, while their cost is unknown: the time of the faster counts
+EXPECTED = 3.0  # an expectation counts as so many checked drafts
+KEPT = 0.98  # each later step with drafts multiplies the weight of a check by it
+NEARLY = 0.985  # this share of the most tokens a second is enough
+LEAST_HOPE = 0.5  # texts differ: one that drafts guess badly says little about the next
+HOPE_STEPS = 60  # steps with drafts that the engine's average spans
+WEIGHT = 0.15  # of the newest step without drafts, if it was slower than those before
+NUM_PLAIN = 2  # first steps without drafts; the faster one gives their time
 FIRST = 2  # drafts of a step while their cost is unknown
-NUM_TRIALS = 3  # such steps
-NUM_COSTS = 5  # whose medians count: a step that waited for another program is no rule
-LEAST_SHARE = 0.5  # of what a step's drafts add, that is theirs; the rest may be for any number
-# Drafts that do not pay are tried again, but may not cost more than that share of the time.
+NUM_TRIALS = 3  # steps with FIRST drafts
+NUM_COSTS = 5  # newest costs whose median counts: one step may have waited for other programs
+LEAST_SHARE = 0.5  # least part of a step's added time that grows with the number of drafts
+# Drafts that do not pay are tried again, for at most this share of the time.
 TRIAL_COST = 0.01
 LEAST_WAIT = 16  # steps from one trial to the next
-# Steps with drafts between two without, which tell their time anew; then twice as many.
+# Steps with drafts until one without is timed again; twice as many each time.
 FIRST_REFRESH, LAST_REFRESH = 8, 64
 
 
 class EngineDrafts:
-    """What drafts were like lately in an engine, over all its requests: the seconds that they add
-    to a step, and how often the first one is right.
+    """Averages over the latest drafts of all requests: the seconds that drafts add to a step, and
+    how often the first one is right.
     """
 
     def __init__(self) -> None:
@@ -51,12 +51,12 @@ class EngineDrafts:
         self.since_trial = 0  # steps of the newest request: a short one ends before its first trial
 
     def seconds(self, number: int) -> float:
-        """What so many drafts add to a step. Infinite if nobody has drafted."""
+        """The seconds that `number` drafts add to a step; infinite before any was timed."""
         return self._fixed_s + number * self._draft_s if number else 0.0
 
     @property
     def is_known(self) -> bool:
-        """Whether enough was measured to decide by it; kernels may be compiled in the first."""
+        """Whether enough steps were timed to decide; the first ones may have compiled kernels."""
         return len(self._recent) >= NUM_TRIALS
 
     @property
@@ -65,8 +65,8 @@ class EngineDrafts:
         return max(LEAST_HOPE, self._hope)
 
     def record_time(self, number: int, seconds: float) -> None:
-        """What so many drafts have added to a step; a line through the newest of these: medians of
-        their slopes (Theil and Sen) and of what is left.
+        """Note the seconds that `number` drafts added to a step. Medians (Theil and Sen) fit a line
+        through the newest of these.
         """
         self._recent.append((number, max(0.0, seconds)))
         one = median(added / drafts for drafts, added in self._recent)
@@ -98,12 +98,12 @@ class PayingDrafts:
 
     @property
     def pays(self) -> bool:
-        """Whether drafts are made now, or nobody knows yet; not while one is tried now and then."""
+        """Whether drafts are made in every step, or their cost is unknown yet."""
         return not self._is_decided or self._best() > 0
 
     @property
     def is_short(self) -> bool:
-        """Whether drafts pay and take no longer than half of a step without: where each half of the
+        """Whether drafts pay and take at most half as long as a step without. If one half of the
         requests drafts while the other is checked, they may then cost nothing.
         """
         best = self._best() if self._is_decided else 0
@@ -111,17 +111,17 @@ class PayingDrafts:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step is not to be begun ahead: it drafts, or is the first one timed."""
+        """Whether the next step drafts or is the first one timed: it must not begin ahead."""
         return (self._began is None and self._ended is None) or self._number() > 0
 
     def choose(self) -> int:
-        """How many tokens the step drafts that begins now."""
+        """How many tokens to draft in the step that begins now."""
         self._began = time.perf_counter()
         return self._number()
 
     def record(self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool) -> None:
-        """What became of a step with so many drafts. is_decode: if not, its time says nothing.
-        is_ahead: it was begun before the one before it had ended.
+        """Note how many drafts of a step were right. is_decode: its time counts. is_ahead: it began
+        before the previous step had ended.
         """
         began, self._began = self._ended if is_ahead else self._began, None
         self._ended = None if began is None else time.perf_counter()
