@@ -1,11 +1,9 @@
 """Which tokens of a sequence are guessed for a step; the same forward pass checks them.
 
-Where a grammar leaves one way to go on, that is the guess.
-
-Prompt lookup (Saxena 2023): texts repeat themselves, so the tokens that followed an earlier
-occurrence of the last tokens are likely to follow again. A guess needs no draft model; a wrong one
-costs its rows in the forward pass. Where it finds nothing, or was wrong lately, the step may draft
-(drafter.py), or take what the model's own head guesses (mtp_drafter.py).
+Tokens that a grammar forces are guessed first. Then comes prompt lookup (Saxena 2023): the tokens
+that followed an earlier occurrence of the last tokens are likely to follow again. If lookup finds
+nothing, or was wrong lately, the step may draft (drafter.py) or take the guesses of the MTP head
+(mtp_drafter.py). A wrong guess costs its rows in the forward pass.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ from nanoengine.config.engine import EngineConfig
 from nanoengine.sequence import DraftLength, ScheduledSequence, Sequence
 
 LONGEST, SHORTEST = 4, 2  # tokens that must repeat
-DOUBTFUL = 16  # steps after a wrong guess in which drafts go first; then twice as many, and so on
+DOUBTFUL = 16  # steps in which drafts go first after a wrong guess; doubled after each further one
 MOST_DOUBTFUL = 256
-CAREFUL = 2  # guesses of a step that may have been drafts, until some were right
-# Tokens of a step and sequence that a grammar forces. A single one is not worth it: no step with
-# guesses is replayed.
+CAREFUL = 2  # most guesses in place of drafts, until some were right
+# Forced tokens that are guesses of a step. One alone does not pay: steps with guesses are not
+# replayed.
 LEAST_FORCED, MOST_FORCED = 2, 16
 
 
@@ -43,13 +41,13 @@ class Guesses:
         return len(self.tokens) + self.num_drafts
 
     def first(self, most: int) -> Guesses:
-        """At most so many of them."""
+        """The first guesses, `most` at the most."""
         tokens = self.tokens[:most]
         num_drafts = min(self.num_drafts, most - len(tokens))
         return Guesses(tokens, num_drafts, self.has_drafted and most > 0)
 
     def of(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
-        """The sequence with so many tokens in a step, these guesses among them."""
+        """The item of a step that computes `num_tokens` tokens, these guesses among them."""
         return ScheduledSequence(
             seq,
             num_tokens,
@@ -60,9 +58,9 @@ class Guesses:
 
 
 def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> Guesses:
-    """Guesses at what follows a decoding sequence: what its grammar forces; else up to
-    `num_looked_up` by lookup; if it finds none, what the model's own head guesses, or drafts, where
-    these are allowed: they would keep other decodes waiting. most: of any of them.
+    """At most `most` guesses at what follows a decoding sequence: the tokens that its grammar
+    forces; else up to `num_looked_up` by lookup; else the MTP head's, or drafts. drafts: whether
+    they are allowed, as other decodes wait for them.
     """
     most = min(most, seq.request.max_total_tokens - seq.num_tokens - 1)
     if most < 1 or seq.is_prefill or not seq.may_guess:
@@ -90,29 +88,29 @@ def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> G
 
 
 def _length(seq: Sequence, drafts: bool = True) -> DraftLength | None:
-    """How many tokens are drafted for a sequence, by its model's own head or, where `drafts` are
-    allowed, by the whole of it.
+    """What chooses how many tokens to draft, by the MTP head or, if `drafts` are allowed, by the
+    whole model.
     """
     return seq.mtp_length or (seq.draft_length if drafts else None)
 
 
 def is_draft_due(seqs: Iterable[Sequence], drafts: bool) -> bool:
-    """Whether one of these decoding sequences drafts in its next step, or begins to time steps.
-    drafts: as in guesses_for.
+    """Whether one of these decodes drafts in its next step, or begins to time steps. drafts: as in
+    guesses_for.
     """
     lengths = (_length(seq, drafts) for seq in seqs)
     return any(length is not None and length.is_due for length in lengths)
 
 
 def most_guesses(config: EngineConfig, max_tokens: int) -> int:
-    """Most guesses of a step and sequences that run in it: memory for their logits is planned.
-    max_tokens: most tokens of a step.
+    """Most rows of a step that sample, as memory is planned for their logits. max_tokens: most
+    tokens of a step.
     """
     return min(max_tokens, config.sampled_rows)
 
 
 def record_guesses(item: ScheduledSequence, num_right: int, is_timed: bool) -> None:
-    """Count the guesses of a step that has ended. is_timed: whether it only decoded, and all."""
+    """Count the guesses of a step that has ended. is_timed: it had all decodes and no prefill."""
     seq, num_guesses = item.seq, len(item.guesses)
     has_rested = seq.next_guesses is not None and seq.mtp_length is None
     seq.metrics.num_guessed += num_guesses
@@ -131,22 +129,22 @@ class PromptLookup:
     def __init__(self) -> None:
         self._tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._num_tokens = 0
-        self._num_doubtful = 0  # steps that it sits out
-        self._doubt = DOUBTFUL  # how many it is to sit out next
+        self._num_doubtful = 0  # steps in which drafts still go first
+        self._doubt = DOUBTFUL  # the same, after the next wrong guess
         self._was_right = False
 
     @property
     def is_trusted(self) -> bool:
-        """Whether its guesses are worth more than drafts: not after one that was mostly wrong."""
+        """Whether its guesses go before drafts: not for some steps after wrong ones."""
         return self._num_doubtful == 0
 
     @property
     def is_careful(self) -> bool:
-        """Whether few guesses may take the place of drafts, as the last ones were not right."""
+        """Whether it may make only a few guesses in place of drafts: its last ones were wrong."""
         return not self._was_right
 
     def record(self, num_guesses: int, num_right: int) -> None:
-        """What became of its guesses in a step; 0: it made none."""
+        """Note how many of its guesses in a step were right; num_guesses is 0 if it made none."""
         self._num_doubtful = max(0, self._num_doubtful - 1)
         if not num_guesses:
             return
