@@ -1,8 +1,8 @@
-"""DraftTurns: who drafts in a step, and who drafts while others are checked.
+"""DraftTurns: which sequences a step checks, and which ones rest and draft meanwhile.
 
-Drafts compute and move nothing, a step over the link moves and hardly computes. So, where several
-requests stream and draft, each step checks one half of them, and between its layers the other half
-drafts for the step after it. Every request is checked in every second step.
+Drafts compute and copy nothing; a streamed step copies and hardly computes. If several requests
+stream and draft, each step therefore checks one half of them, and the other half drafts between its
+layers for the next step. Every request is checked in every second step.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.speculative import guesses_for
 from nanoengine.sequence import ScheduledBatch, ScheduledSequence, Sequence, SequenceStatus
 
-SKIPPED = 2  # steps after a change: drafts of before are checked, or are still to be made
+SKIPPED = 2  # first steps of a trial, not timed: their drafts were made in the other way
 TRIAL = SKIPPED + 6  # steps
-FIRST_WAIT, LAST_WAIT = 128, 1024  # steps from a trial to the next, each time twice as many
+FIRST_WAIT, LAST_WAIT = 128, 1024  # steps from one trial to the next, doubled each time
 
 
 class DraftingKV(Protocol):
@@ -29,8 +29,8 @@ class DraftingKV(Protocol):
 
 
 class FasterWay:
-    """Steps of all requests, or of one half after the other: it tries both for some steps, stays
-    with the one that checks more requests a second, and tries the other again, ever more seldom.
+    """Chooses between steps of all requests and steps of one half. It tries both, stays with what
+    checks more requests a second, and tries the other again, less and less often.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class FasterWay:
         self._began, self._num_checked = 0.0, 0
 
     def next(self, num_checked: int) -> bool:
-        """Whether the next step is one of a half. num_checked: requests in the last one."""
+        """Whether the next step has one half. num_checked: requests in the last step."""
         self._num_checked += num_checked
         now = time.perf_counter()
         if self._num_steps == self._until:
@@ -61,8 +61,8 @@ class FasterWay:
 
 
 class DraftTurns:
-    """Remembers who was in the newest step. are_taken: whether requests take turns; a device that
-    computes while it copies has to be there for it. are_apart: whether some do in this step.
+    """Remembers which requests were in the newest step. are_taken: whether requests may take turns,
+    as on a device that computes while it copies. are_apart: whether they do in this step.
     """
 
     def __init__(self, config: EngineConfig, kv: DraftingKV, are_taken: bool) -> None:
@@ -77,9 +77,9 @@ class DraftTurns:
         return self._config.num_drafts > 0 and all(map(self._kv.may_draft, decodes))
 
     def resting(self, running: list[Sequence]) -> list[Sequence]:
-        """Who of the running sequences is not checked in the next step; [] where they take no
-        turns. A grammar would have the host wait for each draft; blocks that two of them read
-        cross the link once in a step with both.
+        """The running sequences that the next step does not check; [] if they take no turns. They
+        take none with a grammar, which would let the host wait for each draft, nor with shared
+        blocks, which cross the link once in a step of all.
         """
         are_several = self.are_taken and len(running) > 1 and self.can_draft(running)
         if self._running != (ids := {seq.seq_id for seq in running}):
@@ -99,8 +99,8 @@ class DraftTurns:
     def drafts(
         self, resting: list[Sequence], checked: tuple[ScheduledSequence, ...], most: int
     ) -> tuple[ScheduledSequence, ...]:
-        """What those who rest draft, each as an item of its next step. checked: the items of this
-        one; beside a prompt nobody drafts, as nothing may wait. most: drafts of all.
+        """The drafts of resting sequences, each as an item of its next step. checked: the items of
+        this step; beside a prefill there are no drafts. most: drafts of all together.
         """
         items, runs = [], [item.seq for item in checked]
         for seq in resting if checked and ScheduledBatch(checked).is_decode else ():
@@ -117,7 +117,7 @@ class DraftTurns:
         return tuple(item for item in items if item.num_drafts)
 
     def end_step(self, batch: ScheduledBatch) -> None:
-        """A step has run: its drafts are kept for those who rested."""
+        """A step has run: resting sequences get their drafts as next guesses."""
         self._checked = {item.seq.seq_id for item in batch.items}
         for item in batch.resting:
             item.seq.next_guesses = item.guesses
