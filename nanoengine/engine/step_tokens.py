@@ -1,4 +1,4 @@
-"""StepTokens: what a step samples, on its way to the host."""
+"""StepTokens: the tokens that a step samples, on their way to the host."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from nanoengine.sequence import ScheduledBatch
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """What a step samples: the next token of each item of its batch that does, in order, and those
-    after its guesses.
+    """The tokens that a step samples: for each item in order, those after its guesses and the next.
 
-    tokens: int64 [n], on the device. drafts: the guesses that the step made itself; of_resting:
-    those that it made for steps of others. numbers: all on their way to the host, then what the
-    model's own head guesses after each token, if it has one; so are the scores that requests ask
-    for.
+    tokens: int64 [n], on the device. drafts: the guesses that the step made for itself; of_resting:
+    those for the next steps of resting sequences. numbers: tokens, drafts, of_resting and then the
+    MTP head's guess after each token, on their way to the host. scores: those asked for.
     """
 
     batch: ScheduledBatch
@@ -32,8 +30,8 @@ class StepTokens:
     of_resting: Drafts
 
     def read(self) -> tuple[ScheduledBatch, list[int], list[int]]:
-        """Wait for the step: its batch with the drafts as guesses, the tokens that its items
-        sample, and what the model's own head guesses after each; []: nothing.
+        """Wait for the step. Returns its batch with the drafts as guesses, the tokens that its
+        items sample, and the MTP head's guess after each; [] if there is none.
         """
         left = iter(self.numbers.tolist())
         tokens, drafts, of_resting = (
@@ -46,7 +44,9 @@ class StepTokens:
         return replace(batch, resting=resting), tokens, [*left]
 
     def places(self, batch: ScheduledBatch, starts: list[int]) -> list[tuple[int, int]]:
-        """Rows of a batch, which begin at `starts`, whose tokens this step samples, and where."""
+        """Which tokens of the next batch this step samples: (row there, index in `tokens`). starts:
+        the first row of each item.
+        """
         sampled = [item.seq.seq_id for item in self.batch.items if item.samples]
         places = {seq_id: place for place, seq_id in enumerate(sampled)}
         return [
