@@ -22,13 +22,13 @@ from nanoengine.kv.open_step import DraftStep
 from nanoengine.models.decoder import Model
 from nanoengine.sequence import ScheduledBatch
 
-NOT_DRAFTED = 0  # stands where no draft was made; it is checked as all guesses are
+NOT_DRAFTED = 0  # the guess where no draft was made; it is checked like all guesses
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts of a step: int64 [n] on the device. places: for each item that drafted, where its
-    drafts are, in order.
+    """The drafts of a step: int64 [n] on the device. places: for each item that drafted, the
+    indices of its drafts, in order.
     """
 
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -66,8 +66,8 @@ class Drafts:
 
 
 class Drafter:
-    """Runs the draft steps of a batch. The host waits for drafts only where a grammar says which
-    tokens may follow them. Penalties and bad words do not know the drafts before one of a step.
+    """Runs the draft steps of a batch. The host waits for drafts only if a grammar limits the
+    tokens after them. Penalties and bad words do not count earlier drafts of the same step.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class Drafter:
         masks: dict[int, bytes],
         runs: Tensor | None,
     ) -> Tensor:
-        """What each row of a step draws, int64 [rows]. masks: of rows whose tokens a grammar
-        limits. runs: as in Model.logits.
+        """Run a draft step; returns the token of each row, int64 [rows]. masks: of rows whose
+        tokens a grammar limits. runs: as in Model.logits.
         """
         seqs = [batch.items[item].seq for item in step.items]
         hidden = self._model.forward(ctx)
@@ -151,8 +151,8 @@ class Drafter:
 def draft_context(
     batch: ScheduledBatch, step: DraftStep, attention: AttentionBackend, device: Device
 ) -> ForwardContext:
-    """The forward context of a step that drafts, a row an item; 0 stands for a token that the host
-    does not know.
+    """The forward context of a draft step, one row an item; token 0 where the host does not know
+    the token.
     """
     seqs = (batch.items[item].seq for item in step.items)
     rows = [
@@ -163,7 +163,7 @@ def draft_context(
 
 
 def rows_of(step: DraftStep, before: DraftStep, made: Tensor, device: Device) -> Tensor:
-    """What the step before made, [its rows, ...], for the items of a step."""
+    """The rows of `made`, [rows of the step before, ...], that belong to the items of a step."""
     if step.items == before.items:
         return made
     return made[device.tensor([*map(before.items.index, step.items)], torch.int64)]

@@ -1,9 +1,9 @@
-"""MtpDrafter: guesses by the model's own head for multi-token prediction (models/mtp.py).
+"""MtpDrafter: guesses by the model's own head for multi-token prediction, its MTP head
+(models/mtp.py).
 
-The head runs over the rows of each step, once their tokens are sampled: it stores its keys and
-values, and of the rows that sample it guesses what follows. More guesses are decode steps of the
-head alone: each begins with what it made of the one before, and what it writes, the step that
-checks them overwrites.
+The head runs over the rows of each step once their tokens are sampled. It stores its keys and
+values, and guesses the token after each one sampled. Further guesses are decode steps of the head
+alone, each from its hidden states of the one before; the step that checks them overwrites their KV.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from nanoengine.sequence import ScheduledBatch, Sequence
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What the head made of the rows of a step that sample, [rows, hidden]; rows: by the id of a
-    sequence and its position there, the place of its row.
+    """The head's hidden states of the rows that sample in a step, [rows, hidden]. rows: (seq_id,
+    position) -> index of the row.
     """
 
     hidden: Tensor
@@ -75,8 +75,8 @@ class MtpDrafter:
             before = step
 
     def _known(self, batch: ScheduledBatch, step: DraftStep) -> Tensor:
-        """What the head made of the token before each item's newest one, [rows, hidden]; zeros
-        where the newest step did not sample it.
+        """The head's hidden states of the token before each item's newest one, [rows, hidden];
+        zeros if the newest step did not sample there.
         """
         known = self._made
         assert known is not None
@@ -94,8 +94,8 @@ class MtpDrafter:
         given: Tensor,
         runs: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """What each row of a step draws, int64 [rows], and what the head made of it. tokens: that
-        follow the rows'. given, runs: as in OwnHead.
+        """Run a draft step; returns the token of each row, int64 [rows], and the head's hidden
+        states. tokens: the ones after the rows'. given, runs: as in OwnHead.
         """
         seqs = [batch.items[item].seq for item in step.items]
         ctx = draft_context(batch, step, self._attention, self._device)
@@ -118,9 +118,9 @@ class MtpDrafter:
         self, batch: ScheduledBatch, ctx: ForwardContext, hidden: Tensor, tokens: Tensor
     ) -> Tensor:
         """Run the head over a step; returns the guess after each token that it samples, int64 [n];
-        [0] where nobody is going to check one.
+        [0] if no sequence may check one.
 
-        hidden: [tokens, hidden], of the model's last layer. tokens: what is sampled, int64 [n].
+        hidden: [tokens, hidden], of the model's last layer. tokens: the sampled ones, int64 [n].
         """
         next_ids: list[int] = []
         sampled = []
@@ -142,5 +142,5 @@ class MtpDrafter:
 
 
 def _wants_guess(seq: Sequence) -> bool:
-    """Whether the next step may check one: the output head costs as much as some layers."""
+    """Whether the next step may check a guess: the output head costs as much as layers."""
     return seq.may_guess and (seq.mtp_length is None or seq.mtp_length.is_due)
