@@ -25,7 +25,7 @@ class PromptScores:
     rows: Readable
 
     def append_to_sequence(self) -> None:
-        """Append to the sequence what it does not have: a preempted one computes again."""
+        """Append the scores that the sequence does not have yet: a preempted one computes again."""
         width = self.seq.request.params.prompt_logprobs or 0
         for position, row in enumerate(self.rows.tolist(), self.position):
             if position == len(self.seq.output.prompt_scores) + 1:
@@ -45,7 +45,7 @@ class StepScores:
     sampled: Readable | None
 
     def append_to_sequences(self, batch: ScheduledBatch, token_ids: list[int]) -> None:
-        """Append to each sequence what it asked for; before its tokens are. token_ids: sampled by
+        """Append its scores to each sequence, before its tokens are appended. token_ids: sampled by
         the items of the batch, in order.
         """
         for part in self.prompts:
@@ -100,11 +100,11 @@ class TokenScorer:
 def score_tokens(
     logits: Tensor, tokens: Tensor, num_likeliest: int, likeliest: Likeliest
 ) -> Tensor:
-    """How likely tokens are by these logits, and which are likeliest: what `read_scores` reads.
+    """The scores of tokens by these logits, as `read_scores` reads them.
 
-    logits [n, vocab], tokens int64 [n], whose NO_TOKENs get any score. Returns float64
-    [n, 2 + 2 k]: log-probability and rank of the token, the k largest log-probabilities, and the
-    ids that have them. Of equals the first, whatever k is: it comes from all requests of a step.
+    logits [n, vocab], tokens int64 [n]; the score of NO_TOKEN means nothing. Returns float64
+    [n, 2 + 2 k]: log-probability and rank of the token, the k largest log-probabilities, and their
+    ids. The first of equal ones wins for any k, so that k may come from other requests.
     """
     logprobs = torch.log_softmax(logits.float(), dim=1)
     chosen = logprobs.gather(1, tokens.clamp(min=0).unsqueeze(1))
@@ -114,7 +114,7 @@ def score_tokens(
 
 
 def read_scores(row: Seq[float], token_id: int, num_likeliest: int) -> TokenScore:
-    """One row of `score_tokens`, and no more of its likeliest tokens than wanted."""
+    """Read one row of `score_tokens`, with `num_likeliest` of its likeliest tokens at most."""
     values, ids = row[2 : 2 + (len(row) - 2) // 2], row[2 + (len(row) - 2) // 2 :]
     likeliest = tuple((int(i), value) for i, value in zip(ids, values, strict=True))
     return TokenScore(token_id, row[0], int(row[1]), likeliest[:num_likeliest])
