@@ -15,8 +15,8 @@ ALL = 0xFF  # eight tokens that may be chosen
 
 
 def step_masks(batch: ScheduledBatch) -> dict[int, bytes]:
-    """The masks of what a batch samples, by row. A row after a guess that does not fit has none:
-    the guess is wrong, so nobody takes the row's token.
+    """The mask of each row that a batch samples, by row. A row after a guess that the grammar
+    forbids has none: the guess is wrong, so the row's token is not used.
     """
     masks: dict[int, bytes] = {}
     row = 0
