@@ -16,8 +16,8 @@ from nanoengine.startup.probe import measure_copy
 
 
 class Ranks(Protocol):
-    """What the engine asks of its ranks. config: the settings of each of them, and once the model
-    is loaded, those that it can be run with.
+    """The ranks as the engine sees them. config: the settings of each rank; after load(), the ones
+    that fit the model.
     """
 
     @property
@@ -66,7 +66,7 @@ class OneRank:
         return [measure_copy(memory)]
 
     def close(self) -> None:
-        """There is none."""
+        """There is no other process."""
 
 
 def start_ranks(config: EngineConfig) -> Ranks:
