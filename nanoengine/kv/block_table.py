@@ -13,10 +13,10 @@ RELEASED = Block(ref_count=0)  # stands in a table for a block that was released
 
 @dataclass(slots=True)
 class StepBudget:
-    """What the reservations of one step may still take.
+    """What is left for the reservations of one step.
 
     num_write_blocks: blocks that may still be written. num_loads: loads granted so far. streamed:
-    the host blocks that the step streams so far.
+    host blocks that sequences of the step stream so far.
     """
 
     num_write_blocks: int
@@ -39,11 +39,10 @@ class BlockTable:
     """The blocks of one sequence in logical order. Every layer's window has passed the first
     `num_released` of them; RELEASED stands in their place.
 
-    The first len(published) are findable by content, each under the block that stands for it there.
-    `keys` are those of its full blocks, as far as they were needed; the first `num_announced` were
-    announced to others, as this sequence computes them. `num_shared_tokens` came from the prefix
-    cache: their KV is never written again. `known` were computed before, but the recurrent state
-    after the last of them was not found.
+    published: for its first blocks, the block that the prefix cache finds with the same content.
+    keys: of its full blocks, as far as they were needed; the first `num_announced` are announced to
+    others, as this sequence computes them. num_shared_tokens: from the prefix cache; their KV is
+    never written again. known: the cached blocks of its prefix, with or without a recurrent state.
     """
 
     seq: Sequence
@@ -72,19 +71,19 @@ class BlockTable:
         return self.blocks[self.num_released :]
 
     def is_resumable(self, index: int, size: int) -> bool:
-        """Whether others, or this sequence, may well go on from the end of the first `index` blocks
-        of `size` tokens: texts parted there before, or the prompt ends in the next one.
+        """Whether this sequence or others are likely to go on after the first `index` blocks of
+        `size` tokens: earlier texts branched off there, or the prompt ends in the next block.
         """
         return index == len(self.known) or index >= (self.seq.num_prompt_tokens - 1) // size
 
     def found_as(self, index: int) -> Block:
-        """The block that others find in place of block `index` of this sequence."""
+        """The block that the prefix cache finds in place of block `index` of this sequence."""
         is_known = index == len(self.known) - 1 and self.known[index].key is not None
         return self.known[index] if is_known else self.blocks[index]
 
     def next_stop(self, computed: int, num_tokens: int, size: int) -> int | None:
-        """Where a step of `num_tokens` tokens must end, so that its state is the one at such a
-        place; None: where it will. Guesses end with a block.
+        """The position at which a step must end, so that the state is one to go on from; None if it
+        need not. Guesses end with a block.
         """
         last = max(self.seq.num_tokens - 1, computed + num_tokens - 1)
         stops = (len(self.known), (self.seq.num_tokens - 1) // size, last // size)
