@@ -54,8 +54,8 @@ class Rank:
 
 
 PREEMPTED, RUNNING, IN_STEP = range(3)
-HOTTER = 1.5  # times as hot: or blocks would go back and forth
-SWAPPED_SHARE = 4  # one in so many blocks of the device may be swapped in a step
+HOTTER = 1.5  # how many times as hot a block must be to take a place, or swaps would alternate
+SWAPPED_SHARE = 4  # a step swaps at most one in so many of a sequence's device blocks
 SAVED_AT_ONCE = 8  # blocks of a sequence that save_between copies in a step
 ANY_LENGTH = 1  # a length_rank above that of every sequence
 
@@ -140,14 +140,14 @@ class Placement:
         self._swap(blocks[:-1], lambda block: block.heat, HOTTER)
 
     def swap_recent(self, blocks: list[Block]) -> None:
-        """Bring the most recent blocks of a sequence to the device, in place of the first ones.
-        Side by side they are read there, where alone they would be streamed with their neighbours.
+        """Bring the most recent blocks of a sequence to the device, in place of the first ones. A
+        run of device blocks is read in place; a single one would be streamed with its neighbours.
         """
         places = {block: place for place, block in enumerate(blocks)}
         self._swap(blocks[1:-1], places.__getitem__, 1)
 
     def _swap(self, blocks: list[Block], worth: Callable[[Block], float], least: float) -> None:
-        """Let blocks that are worth `least` times as much take the places of others."""
+        """Let blocks that are worth more than `least` times as much take the places of others."""
         loose = [b for b in blocks if b not in self._pinned and b not in self._tables.kept]
         there = sorted((b for b in loose if b.device_slot is not None), key=worth)
         away = (b for b in loose if b.device_slot is None and b.num_tokens)
@@ -158,8 +158,8 @@ class Placement:
             self._move_in(better, self._blocks.drop_device(worst))
 
     def save_between(self, blocks: list[Block]) -> None:
-        """Give device blocks of a sequence that lie before a host block a host copy, a few at a
-        time, so that they can be streamed with their neighbours (step_plan.without_short_runs).
+        """Give host copies to device blocks that lie before a host block of their sequence, a few
+        at a time, so that all can be streamed together (step_plan.without_short_runs).
         """
         last = max((at for at, block in enumerate(blocks) if block.device_slot is None), default=0)
         alone = [b for b in blocks[:last] if not b.is_on_host and b not in self._pinned]
