@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from nanoengine.kv.step_plan import DEVICE, Part, SequenceSpan, SlotWrite, StepPlan
 
-MAX_DRAFT_TOKENS = 16384  # where much lies on the device, drafts would take long to read it all
-# Where all lies there, drafts read one in so many blocks: 12 % of a context draft well.
-DRAFT_SHARE = 8
-HOPE = 0.8  # how often a draft is right, before any was checked
-LEAST_GAIN = 1.05  # tokens a second with drafts, times those without: less is not worth it
+MAX_DRAFT_TOKENS = 16384  # that a draft reads: more would take too long
+DRAFT_SHARE = 8  # a draft of a resident sequence reads one in so many blocks: enough to draft well
+HOPE = 0.8  # expected share of right drafts, before any was checked
+LEAST_GAIN = 1.05  # drafts must give so many times the tokens a second of steps without
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +71,11 @@ def plan_draft(
 
 
 def drafts_from(weight_bytes: int, block_bytes: int) -> int:
-    """From how many blocks on a sequence may draft of which no KV crosses the link; 0: never.
+    """The fewest blocks with which a resident sequence may draft; 0: it never drafts.
 
     A step reads the weights and these blocks, a draft the weights and one in DRAFT_SHARE of them.
-    A first draft, if it is right as often as is hoped, must be worth its bytes: then the blocks
-    have about half as many as the weights. Shorter sequences never try.
+    One draft that is right with the chance HOPE must gain LEAST_GAIN: then the blocks have about
+    half as many bytes as the weights.
     """
     most = (1 + HOPE) / LEAST_GAIN - 1  # bytes of a draft, times those of a step
     far = block_bytes * (most - 1 / DRAFT_SHARE)
@@ -84,8 +83,8 @@ def drafts_from(weight_bytes: int, block_bytes: int) -> int:
 
 
 def most_kept(heat: Sequence[float | None], block_size: int, least: int) -> int:
-    """How many blocks before the tail drafts read. heat: as in kept_blocks. least: so many, where
-    all are on the device.
+    """How many blocks before the tail drafts read. heat: as in kept_blocks. least: the fewest of a
+    resident sequence.
     """
     most = MAX_DRAFT_TOKENS // block_size
     return most if None in heat else min(most, max(1, least, len(heat) // DRAFT_SHARE))
