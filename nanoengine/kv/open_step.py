@@ -19,8 +19,8 @@ from nanoengine.sequence import ScheduledBatch
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """A decode step of some items of a batch over the KV on the device: what it writes will be
-    overwritten. num_rows: as in OpenStep; items, positions, num_keys: of each row.
+    """A decode step of some items of a batch over the KV on the device. The step that checks it
+    overwrites its KV. num_rows: as in OpenStep; items, positions, num_keys: of each row.
     """
 
     kv: StepKV
@@ -43,7 +43,7 @@ class OpenStep:
         planner: StepPlanner,
         heat: BlockHeat,
     ) -> None:
-        """heat: has begun the step, if anyone drafts in it."""
+        """heat: measures this step if sequences draft in it."""
         self._batch = batch
         self._planned = planned
         self._memory = memory
@@ -62,7 +62,7 @@ class OpenStep:
         return self._heat.mass
 
     def draft_steps(self) -> Iterator[DraftStep]:
-        """The steps that draft, one after the other; each is to run before the next is taken."""
+        """The draft steps in order; each must run before the next one is taken."""
         run, drafts = self.kv.run, self._planned.drafts
         if run is not None and drafts:  # copies fill the ring, and then wait for the drafts
             run.share_cores(False)
@@ -72,8 +72,8 @@ class OpenStep:
             run.share_cores(True)
 
     def draft_steps_between(self, layers: Iterator[object]) -> Iterator[DraftStep]:
-        """The steps that draft for those who are not in this one, each before its share of the
-        step's layers, the last of which are left: while drafts run, copies fill the ring.
+        """The draft steps of resting sequences. An equal share of this step's layers runs between
+        two of them, and the caller runs the last share: copies fill the ring while drafts run.
         """
         drafts, num_layers = self._planned.of_resting, len(self._memory.sources)
         ends = [num_layers * number // _most(drafts) for number in range(_most(drafts))]
@@ -93,9 +93,8 @@ class OpenStep:
         )
 
     def mark_written(self) -> None:
-        """Every layer has stored its keys and values, and replaced its states. From here on blocks
-        may go to the host, and a step that is planned before this one is committed finds them as
-        they will be.
+        """Every layer has stored its keys and values and replaced its states: set the lengths of
+        the written blocks. They may now go to the host, and a step that begins ahead finds them.
         """
         for write in self._planned.writes:
             write.block.num_tokens = max(write.block.num_tokens, write.offset + write.num_tokens)
@@ -103,7 +102,7 @@ class OpenStep:
         self._heat.end()
 
     def close(self) -> None:
-        """Wait for what is still under way; to be called whether the step succeeded or not."""
+        """Wait for copies under way; must be called whether the step succeeded or not."""
         if not self.kv.finish():
             self._planned.placement.undo_loads()
         streamed, before, now = self._planned.streamed, self._before, self._counters
