@@ -42,15 +42,15 @@ class BlockHeat:
         )
 
     def end(self) -> None:
-        """The step has computed its attention."""
+        """The step has computed its attention: begin to read the mass back."""
         if self.mass is not None:
             shares = self.mass / self.mass.sum(dim=1, keepdim=True).clamp(min=1e-30)
-            # What is no number would stay in the heat of blocks that others share.
+            # A NaN would stay in the heat of blocks that other sequences share.
             self._shares = self._device.read_back(shares.nan_to_num(0))
         self.mass = None
 
     def fold(self) -> None:
-        """Take in what the last step reported."""
+        """Add what the last step reported to the heat of its blocks."""
         if self._shares is not None:
             for blocks, shares in zip(self._blocks, self._shares.tolist(), strict=True):
                 for block, share in zip(blocks, shares, strict=False):
