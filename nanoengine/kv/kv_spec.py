@@ -27,8 +27,8 @@ class KVSpec:
     window: keys that a query sees in the layer that sees most (0: all). step_tokens: most tokens of
     a sequence in a step. With a window, a sequence holds the blocks of both. windows: of each layer
     with attention (None: all keys); () without any. host_codec: of host blocks (None: as on the
-    device). least_run_bytes: of one layer; fewer bytes of device blocks between streamed ones are
-    streamed too if the host has them: an attention call and a fill of their own would take longer.
+    device). least_run_bytes: of one layer; a shorter run of device blocks between streamed ones is
+    streamed too if the host has it, as two more fills and attention calls would take longer.
     delta: of recurrent layers; num_states: sequences that can have their state at once, which are
     those that run; keeps_states: each has a second one, of before the guesses of a step;
     num_snapshots: of states that the host holds for prefix hits and preempted sequences.
@@ -77,9 +77,7 @@ class KVSpec:
 
     @property
     def num_state_slots(self) -> int:
-        """Recurrent states on the device that sequences may have. The slot after them is for rows
-        of none.
-        """
+        """Slots of recurrent states that sequences may have. One more slot is for padding rows."""
         return self.num_states * (2 if self.keeps_states else 1)
 
     @property
@@ -134,8 +132,8 @@ class KVSpec:
 
     @property
     def least_run(self) -> int:
-        """Device blocks between streamed ones that are read in place; see least_run_bytes. Those
-        of a lossy host always are.
+        """The fewest device blocks between streamed ones that are read in place; see
+        least_run_bytes. 0 with a lossy host: device blocks are then never streamed.
         """
         is_lossy = self.host_codec is not None and self.host_codec.is_lossy
         if is_lossy or not self.slot_blocks:
