@@ -81,8 +81,8 @@ class PrefixCache:
         return Start(hits, self._spec.first_needed(self._num_found(table.seq, len(hits))), owner)
 
     def adopt(self, table: BlockTable, start: Start) -> None:
-        """Take references to the blocks that the sequence begins with. It is found by all of them,
-        so those that it does not need stay in the cache as long as the others.
+        """Take references to the blocks that the sequence begins with. Those that its windows have
+        passed only count as used: the prefix is found through them.
         """
         seq, size, hits = table.seq, self._size, start.blocks
         self._blocks.touch(hits[: start.num_released])
@@ -112,13 +112,13 @@ class PrefixCache:
                 self._blocks.promise(key, table.seq.seq_id)
 
     def withdraw(self, table: BlockTable) -> None:
-        """The sequence computes no more of what it announced."""
+        """Take back what the sequence has announced and not computed."""
         for key in table.keys[len(table.published) : table.num_announced]:
             self._blocks.withdraw(key, table.seq.seq_id)
         table.num_announced = 0
 
     def publish(self, table: BlockTable, num_blocks: int) -> None:
-        """Make the first `num_blocks` blocks findable, which are full and computed."""
+        """Publish the first `num_blocks` blocks, which are full and computed."""
         if not self._is_enabled:
             return
         keys = table.first_keys(num_blocks, self._size)
@@ -128,11 +128,11 @@ class PrefixCache:
             self._blocks.withdraw(keys[index], table.seq.seq_id)
 
     def share_prompt(self, table: BlockTable, owner: BlockTable) -> tuple[int, int, int] | None:
-        """The table begins with the full blocks of its owner's prompt, published or not.
+        """Let the table begin with the full blocks of its owner's prompt.
 
-        The prompt may end within a block, which the sequence then writes to: it needs a copy.
-        Returns the device slots to copy from and to, and how many tokens. None where no slot is
-        free at once: that part of the prompt is computed again.
+        If the prompt ends within a block, the sequence writes to that block and needs a copy.
+        Returns the device slots to copy from and to, and how many tokens; None if there is nothing
+        to copy, or no free slot: the sequence then computes that part of the prompt again.
         """
         seq = table.seq
         index, num_tokens = divmod(seq.num_prompt_tokens, self._size)
@@ -163,7 +163,7 @@ class PrefixCache:
         return None if is_released else found
 
     def _looks_up(self, seq: Request) -> bool:
-        """False also for one whose prompt is scored: scores need the logits of every token."""
+        """Whether the cache serves this sequence: prompt scores need the logits of every token."""
         return self._is_enabled and not seq.request.scores_prompt
 
     def _lookup(self, table: BlockTable) -> list[Block]:
