@@ -1,4 +1,4 @@
-"""What copies between the tiers leave behind: their events, their failures, their bytes."""
+"""Records of copies between the tiers: their events, their failures, their bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from nanoengine.devices.copy_streams import Event, Stream
 
 @dataclass(slots=True)
 class TransferCounters:
-    """Bytes that crossed the link, those of fills among them and in how many copies, and how often
-    compute found its data ready or had to wait.
+    """Bytes that crossed the link, the bytes and copies of fills among them, and how often compute
+    found its data ready (prefetch hits) or had to wait (stalls).
     """
 
     h2d_bytes: int = 0
@@ -57,8 +57,8 @@ class StoreEvents:
 
 @dataclass(frozen=True, slots=True)
 class FailedTransfer:
-    """Copies that failed, by the ids of their blocks. is_lost: the host copy is bad, as a store
-    failed; else only what was read from it is missing.
+    """A copy that failed, with the ids of its blocks. is_lost: a store failed, so the host copy is
+    bad; else a load or fill failed, and the host copy is good.
     """
 
     block_ids: tuple[int | None, ...]
