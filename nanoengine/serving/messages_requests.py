@@ -25,6 +25,7 @@ from nanoengine.serving.openai_requests import (
     read_text,
     template_kwargs,
     text_content,
+    with_effort,
 )
 from nanoengine.serving.tool_requests import call_of, messages_tools, result_of
 
@@ -84,7 +85,8 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
 
 def _thinking(given: dict[str, Any]) -> tuple[int | None, dict[str, Any] | None]:
     """The budget of the thoughts, and the template's variables, which say whether to think."""
-    asked, variables = given.get("thinking"), template_kwargs(given)
+    asked, effort = given.get("thinking"), _output_config(given).get("effort")
+    variables = with_effort(template_kwargs(given), effort, "output_config.effort")
     if asked is None:
         return None, variables
     kind = asked.get("type") if isinstance(asked, dict) else None
@@ -95,17 +97,26 @@ def _thinking(given: dict[str, Any]) -> tuple[int | None, dict[str, Any] | None]
     budget = asked.get("budget_tokens")
     if (kind == "enabled") != (budget is not None):
         raise InvalidParamsError("thinking of the type enabled, and no other, has budget_tokens")
-    return budget, {"enable_thinking": kind != "disabled"} | (variables or {})
+    thinks = {"enable_thinking": kind != "disabled"}
+    return budget, (variables or {}) | thinks | (template_kwargs(given) or {})
 
 
 def _form(given: dict[str, Any]) -> dict[str, Any]:
-    """Fields of SamplingParams for the format in output_config, whose effort is not obeyed."""
-    config = given.get("output_config", {})
-    if not isinstance(config, dict) or config.keys() - {"format"}:
-        raise InvalidParamsError(f"output_config may hold a format alone, got {shown(config)}")
-    asked = config.get("format")
+    """Fields of SamplingParams for the format in output_config."""
+    asked = _output_config(given).get("format")
     form = None if asked is None else form_in(asked, OUTPUT_FORMAT)
     return {} if form is None else {"structured_outputs": form}
+
+
+def _output_config(given: dict[str, Any]) -> dict[str, Any]:
+    config = given.get("output_config")
+    if config is None:
+        return {}
+    if not isinstance(config, dict) or config.keys() - {"format", "effort"}:
+        raise InvalidParamsError(
+            f"output_config may hold a format and an effort, got {shown(config)}"
+        )
+    return config
 
 
 def read_count(body: object, defaults: SamplingParams) -> ChatRequest:

@@ -29,7 +29,7 @@ COMMON = (
 )
 OWN = {
     CHAT: (
-        *("messages", "chat_template_kwargs", "top_logprobs"),
+        *("messages", "chat_template_kwargs", "reasoning_effort", "top_logprobs"),
         *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
     ),
     COMPLETIONS: ("prompt", "echo"),
@@ -70,7 +70,6 @@ REFUSED: Refused = {
     "return_tokens_as_token_ids": ((False,), IS_TEXT),
     "prompt_embeds": ((), "a prompt is a text or token ids"),
     "web_search_options": ((), "nothing is searched"),
-    "reasoning_effort": ((), IN_KWARGS),
     "verbosity": (("medium",), IN_KWARGS),
     "enable_thinking": ((), IN_KWARGS),
     "think": ((), IN_KWARGS),

@@ -41,6 +41,7 @@ TEMPLATE_VARIABLES = (
     *("tools", "builtin_tools", "custom_tools", "xml_tools", "python_tools"),
     *("tools_in_user_message", "custom_instructions"),
 )
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 
 
@@ -142,7 +143,7 @@ def _chat(given: dict[str, Any], defaults: SamplingParams) -> ChatRequest:
     return ChatRequest(
         plain_messages(given["messages"]),
         params_from(defaults, params, {OWN_FORM: form_key(given)}),
-        template_kwargs(given),
+        with_effort(template_kwargs(given), given.get("reasoning_effort"), "reasoning_effort"),
         **common_keys(given),
         tools=read_tools(
             given.get("tools"),
@@ -320,6 +321,19 @@ def template_kwargs(body: dict[str, Any]) -> dict[str, Any] | None:
             hint = f"did you mean {near!r}?" if near else f"it may: {', '.join(TEMPLATE_VARIABLES)}"
             raise InvalidParamsError(f"chat_template_kwargs may not hold {shown(name)}; {hint}")
     return given
+
+
+def with_effort(
+    variables: dict[str, Any] | None, effort: object, where: str
+) -> dict[str, Any] | None:
+    """Adds to a template's variables how much to think, and whether, as vLLM does; what is given
+    there goes before. where: the key that effort is from. Raises InvalidParamsError.
+    """
+    if effort is None:
+        return variables
+    if effort not in EFFORTS:
+        raise InvalidParamsError(f"{where} must be {', '.join(EFFORTS)}, got {shown(effort)}")
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | (variables or {})
 
 
 def _prompts(given: Any, n: int) -> tuple[str | list[int], ...]:

@@ -11,6 +11,7 @@ from typing import Any
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.answer_forms import TYPES
 from nanoengine.serving.openai_keys import CHAT, COMMON, COMPLETIONS, OWN, PARAMS
+from nanoengine.serving.openai_requests import EFFORTS
 
 Schema = dict[str, Any]
 
@@ -105,6 +106,7 @@ OTHERS: dict[str, Schema] = {
     "response_format": FORMAT,
     "messages": MESSAGES,
     "chat_template_kwargs": OBJECT,
+    "reasoning_effort": {"enum": [None, *EFFORTS]},
     "top_logprobs": WHOLE,
     "tools": {"type": "array", "items": TOOL},
     "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, TOOL, ALLOWED_TOOLS]},
@@ -140,6 +142,7 @@ RESPONSES: Schema = {
         "instructions": TEXT,
         "max_output_tokens": WHOLE,
         "text": {"type": "object", "properties": {"format": FORMAT}},
+        "reasoning": OBJECT,
         "tools": {"type": "array", "items": OBJECT},
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]},
         "parallel_tool_calls": FLAG,
@@ -162,6 +165,7 @@ MESSAGES_BODY: Schema = {
         "tools": {"type": "array", "items": OBJECT},
         "tool_choice": OBJECT,
         "thinking": OBJECT,
+        "output_config": OBJECT,
         "temperature": NUMBER,
         "top_p": NUMBER,
         "top_k": WHOLE,

@@ -29,6 +29,7 @@ from nanoengine.serving.openai_requests import (
     template_kwargs,
     text_content,
     top_logprobs,
+    with_effort,
 )
 from nanoengine.serving.tool_requests import call_of, responses_tools, result_of
 from nanoengine.text.checked_json import MAX_DEPTH, is_deep
@@ -40,7 +41,7 @@ NOT_KEPT = "answers are not kept; send the whole conversation as input"
 # Parameters under the same name as in a chat; a response is one text.
 SAME = tuple(name for name in PARAMS if name not in ("n", "logprobs", "max_tokens"))
 # Keys that the answer repeats.
-REPEATED = ("instructions", "max_output_tokens", "metadata", "user")
+REPEATED = ("instructions", "max_output_tokens", "metadata", "reasoning", "user")
 KNOWN = (
     *SAME,
     *REPEATED,
@@ -50,6 +51,7 @@ KNOWN = (
 )
 PLAIN = {"type": "text"}
 VERBOSITY = (("medium",), IN_KWARGS)
+SUMMARY = (("auto",), "an answer has its thoughts, and no summary of them")
 REFUSED: Refused = {
     "previous_response_id": ((), NOT_KEPT),
     "conversation": ((), NOT_KEPT),
@@ -61,7 +63,6 @@ REFUSED: Refused = {
         ({"include_obfuscation": True}, {"include_obfuscation": False}),
         "the last event has the usage",
     ),
-    "reasoning": (({"effort": None}, {"effort": None, "summary": None}), IN_KWARGS),
 }
 
 
@@ -93,7 +94,7 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
         params_from(
             defaults, params, {"max_tokens": "max_output_tokens", OWN_FORM: form_key(given)}
         ),
-        template_kwargs(given),
+        with_effort(template_kwargs(given), _effort(given), "reasoning.effort"),
         **common_keys(given),
         tools=responses_tools(given.get("tools"), given.get("tool_choice"), is_parallel),
     )
@@ -127,6 +128,21 @@ def _text_format(given: dict[str, Any]) -> Any:
         if text[name] is not None:
             check_refused("text.verbosity", text[name], VERBOSITY)
     return PLAIN if text.get("format") is None else text["format"]
+
+
+def _effort(given: dict[str, Any]) -> Any:
+    """How much to think, from `reasoning`. Raises InvalidParamsError."""
+    reasoning = given.get("reasoning")
+    if reasoning is None:
+        return None
+    if not isinstance(reasoning, dict):
+        raise InvalidParamsError(f"reasoning must be an object, got {shown(reasoning)}")
+    for name, value in reasoning.items():
+        if name not in ("effort", "summary"):
+            raise unknown_key(name, ("effort", "summary"), " of reasoning")
+        if name == "summary" and value is not None:
+            check_refused("reasoning.summary", value, SUMMARY)
+    return reasoning.get("effort")
 
 
 def _logprobs(given: dict[str, Any]) -> int | None:

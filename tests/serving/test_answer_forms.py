@@ -105,7 +105,8 @@ def test_what_a_key_means(body: dict[str, Any], form: StructuredOutputsParams | 
         (RESPONSES, {"text": {"frmat": 1}}, "unknown key 'frmat' of text; did you mean 'format'"),
         (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity='low' is not supported"),
         (RESPONSES, {"text": {"format": CHAT_FORM}}, r"text\.format\.schema must be a JSON schema"),
-        (MESSAGES, {"output_config": {"effort": "low"}}, "output_config may hold a format alone"),
+        (MESSAGES, {"output_config": {"form": "low"}}, "output_config may hold a format and"),
+        (MESSAGES, {"output_config": {"effort": "lo"}}, r"output_config\.effort must be none, "),
         (MESSAGES, {"output_format": FLAT}, "here it is output_config"),
     ],
 )

@@ -78,6 +78,19 @@ def test_a_chat_may_fill_the_context_and_a_completion_has_16_tokens() -> None:
     assert (made.messages, made.template_kwargs) == (MESSAGES, {"enable_thinking": False})
 
 
+def test_an_effort_is_a_variable_of_the_template() -> None:
+    """As vLLM passes it on; what chat_template_kwargs says goes before."""
+    low = {"reasoning_effort": "low", "enable_thinking": True}
+    assert chat(reasoning_effort="low").template_kwargs == low
+    assert chat(reasoning_effort=None).template_kwargs is None
+    none = {"reasoning_effort": "none", "enable_thinking": False}
+    assert chat(reasoning_effort="none").template_kwargs == none
+    off = {"enable_thinking": False}
+    assert chat(reasoning_effort="low", chat_template_kwargs=off).template_kwargs == low | off
+    with pytest.raises(InvalidParamsError, match=r"reasoning_effort must be none, .*got 'lo'"):
+        chat(reasoning_effort="lo")
+
+
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
     [

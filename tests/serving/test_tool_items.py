@@ -143,6 +143,11 @@ def test_thinking_is_a_budget_and_a_variable_of_the_template() -> None:
     off = read_messages(body | {"thinking": {"type": "disabled"}}, SamplingParams())
     assert off.template_kwargs == {"enable_thinking": False}
     assert off.params.thinking_token_budget is None
+    low = {"output_config": {"effort": "low"}}
+    variables = {"reasoning_effort": "low", "enable_thinking": True}
+    assert read_messages(body | low, SamplingParams()).template_kwargs == variables
+    off = read_messages(body | low | {"thinking": {"type": "disabled"}}, SamplingParams())
+    assert off.template_kwargs == variables | {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
