@@ -103,6 +103,8 @@ def prompt(num_tokens: int) -> list[int]:
         pytest.param("granite", STREAMED, marks=pytest.mark.breadth),
         pytest.param("exaone4", STREAMED, marks=pytest.mark.breadth),
         pytest.param("glm4", RESIDENT, marks=pytest.mark.breadth),
+        pytest.param("hunyuan", STREAMED, marks=pytest.mark.breadth),
+        pytest.param("ernie", RESIDENT, marks=pytest.mark.breadth),
         ("qwen3.5", RESIDENT),
     ],
     ids=str,
