@@ -212,7 +212,7 @@ class BlockManager:
         block.ref_count += 1
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Those of consecutive blocks that are cached count as used now, the first one last."""
+        """Mark the cached ones of consecutive blocks as used now, the first one last."""
         for block in reversed(blocks):
             for cached in (self.cached, self._cached_on_device):
                 if block in cached:
@@ -231,7 +231,7 @@ class BlockManager:
             return known
         old = self.by_digest.get(key.digest)
         if old is not None and old.parent is not None and old.parent.key is None:
-            (self.unpublish if old.ref_count else self.evict)(old)  # nobody can find it any more
+            (self.unpublish if old.ref_count else self.evict)(old)  # no lookup can reach it
         if key.digest not in self.by_digest:
             block.key, block.parent = key, parent
             self.by_digest[key.digest] = block
@@ -257,7 +257,7 @@ class BlockManager:
         self._free_slots(block)
 
     def unpublish(self, block: Block) -> None:
-        """Make a published block in use unfindable."""
+        """Take a block out of the prefix lookup; tables may still hold it."""
         if block.key is not None:
             del self.by_digest[block.key.digest]
         block.key, block.parent = None, None
