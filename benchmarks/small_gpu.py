@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from nanoengine.config.engine import GIB, make_config
-from nanoengine.config.model import DeltaConfig, ExpertsConfig, ModelConfig, RopeConfig
+from nanoengine.config.model import ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
 from nanoengine.startup.forecast import Forecast, Forecaster, Hardware
 from nanoengine.startup.plan import gib_up
 from nanoengine.startup.weight_bytes import CodeCounts
@@ -86,7 +86,7 @@ QWEN3_6_27B = ModelConfig(
     max_position=262144,
     tie_word_embeddings=False,
     rope=RopeConfig(10000000.0),
-    delta=DeltaConfig(tuple(i for i in range(64) if i % 4 != 3), 16, 48, 128, 128, 4),
+    recurrent=RecurrentConfig(tuple(i for i in range(64) if i % 4 != 3), 16, 48, 128, 128, 4),
 )
 # llama.cpp's Q4_K_M: v and down of every other layer are Q6_K, and so is the head.
 Q4_K_M: CodeCounts = {"layers": {"Q4_K": 85, "Q6_K": 15}, "ends": {"Q4_K": 1, "Q6_K": 1}}

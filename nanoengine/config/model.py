@@ -69,9 +69,11 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaConfig:
-    """`layers` with a gated delta rule (arXiv 2412.06464) instead of attention. A key head serves
-    neighbouring value heads. conv_size: tokens that the convolution before the rule sees.
+class RecurrentConfig:
+    """`layers` with a recurrent rule instead of attention: "delta", the gated delta rule (arXiv
+    2412.06464), or "mamba", Mamba-2's (arXiv 2405.21060), whose C, B and x are queries, keys and
+    values here. A key head serves neighbouring value heads. conv_size: tokens that the convolution
+    before the rule sees.
     out_tiles: the inputs of the output projection are so many tiles, the first with the first value
     head of every key head, the second with the second; 1: value heads are in order.
     """
@@ -83,6 +85,15 @@ class DeltaConfig:
     value_dim: int
     conv_size: int
     out_tiles: int = 1
+    rule: str = "delta"
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of a token that a layer takes: q, k and v; the gate z; of each head as many as
+        the rule has.
+        """
+        gates = {"delta": 2, "mamba": 1}[self.rule]
+        return [self.channels, self.value_size, *[self.num_value_heads] * gates]
 
     @property
     def value_size(self) -> int:
@@ -162,18 +173,19 @@ class ModelConfig:
     """A decoder's shape, read from config.json. `architecture` is a key of models.ARCHITECTURES.
 
     no_rope_layers: layers without RoPE (arXiv 2501.18795). windows: as in AttentionConfig.
-    query_pre_attn_scalar: its root divides the scores (None: head_dim).
-    local_rope: RoPE of the layers with a window (None: as in the others). final_logit_softcap:
-    softcap of the logits. wrapper: the class in config.json if this is the text model of one for
-    images, too. experts: None: all layers have a feed-forward. delta: of recurrent layers, which
-    have no KV. shapes: of each layer where they differ, else (); see `shape`. layer_input_size: of
-    the vector that each layer gets of a token id; 0: none. codes: a key of stored_codes.FORMATS, if
-    the checkpoint has matrices of layers (MXFP4: of experts) in it; else "". not_codes: ends of the
-    names of the projections of recurrent layers that it has as numbers nevertheless. stored_dtype:
-    of the checkpoint's numbers, as config.json says; "" if it does not. latent: None: heads have
-    keys and values of their own. has_mtp: the head for multi-token prediction is part of it: a
-    layer more with attention, number num_layers, see models/mtp.py. has_qk_norm: False: it has none
-    of the norms of q and k that others of its architecture have.
+    query_pre_attn_scalar: its root divides the scores (None: head_dim). local_rope: RoPE of the
+    layers with a window (None: as in the others). final_logit_softcap: softcap of the logits.
+    wrapper: the class in config.json if this is the text model of one for images, too. experts:
+    None: all layers have a feed-forward. recurrent: of recurrent layers, which have no KV.
+    bare_layers: those without a feed-forward. shapes: of each layer where they differ, else (); see
+    `shape`. layer_input_size: of the vector that each layer gets of a token id; 0: none. codes: a
+    key of stored_codes.FORMATS, if the checkpoint has matrices of layers (MXFP4: of experts) in it;
+    else "". not_codes: ends of the names of the projections of recurrent layers that it has as
+    numbers nevertheless. stored_dtype: of the checkpoint's numbers, as config.json says; "" if it
+    does not. latent: None: heads have keys and values of their own. has_mtp: the head for
+    multi-token prediction is part of it: a layer more with attention, number num_layers, see
+    models/mtp.py. has_qk_norm: False: it has none of the norms of q and k that others of its
+    architecture have.
     """
 
     architecture: str
@@ -197,7 +209,8 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     final_logit_softcap: float | None = None
     wrapper: str = ""
-    delta: DeltaConfig | None = None
+    recurrent: RecurrentConfig | None = None
+    bare_layers: tuple[int, ...] = ()
     experts: ExpertsConfig | None = None
     shapes: tuple[LayerShape, ...] = ()
     layer_input_size: int = 0
@@ -232,7 +245,7 @@ class ModelConfig:
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """The layers whose state has the same size for any number of tokens."""
-        return () if self.delta is None else self.delta.layers
+        return () if self.recurrent is None else self.recurrent.layers
 
     @property
     def attention_layers(self) -> list[int]:

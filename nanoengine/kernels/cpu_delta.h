@@ -9,7 +9,7 @@ enum { STRIPE = 4 }; /* vectors of columns */
 enum { TOKENS = 16 }; /* whose q and k are kept */
 
 typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step; strides in elements */
-    const void *x; /* [tokens, channels + values + 2 * heads]: q, k, v; z; b; a */
+    const void *x; /* [tokens, channels + values + 2 * heads]: q, k, v; z; b; a, or dt of Mamba-2 */
     const float *conv, *decay, *dt_bias, *norm;
     void *inputs; /* [slots, conv_size - 1, channels] */
     float *memory; /* [slots, heads, key_dim, value_dim] */
@@ -17,7 +17,9 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
     const int32_t *query_start, *kv_lens;
     float *mixed; /* [tokens, channels], for this call: after the convolution; of v the heads' results */
     void *out; /* [tokens, heads, value_dim] */
-    int64_t sequences, tokens, x_token, key_heads, heads, key_dim, value_dim, conv_size, is_bf16, threads;
+    const float *conv_bias, *skip; /* of Mamba-2 (arXiv 2405.21060) */
+    int64_t sequences, tokens, x_token, key_heads, heads, key_dim, value_dim, conv_size, is_bf16, threads,
+        is_delta; /* else the rule is Mamba-2's */
     double eps;
 } delta_args;
 
@@ -45,8 +47,9 @@ INLINE vf input_at(const delta_args *a, const run_t *r, int64_t t, int64_t ago, 
 /* LANES channels of a run: silu of their convolution, and what the next step needs of them. */
 INLINE void convolve(const delta_args *a, const run_t *r, int64_t d, int mode) {
     const int64_t dim = channels_of(a), kept = a->conv_size - 1;
+    const vf bias = a->is_delta ? splat(0.0f) : LOAD(a->conv_bias, d, F32);
     for (int64_t t = 0; t < r->count; t++) {
-        vf sum = {0};
+        vf sum = bias;
         for (int64_t ago = kept; ago >= 0; ago--)
             sum = fused(input_at(a, r, t, ago, d, mode), LOAD(a->conv, (kept - ago) * dim + d, F32), sum);
         STORE(a->mixed, (r->first + t) * dim + d, rounded(silu(rounded(sum, mode)), mode), F32);
@@ -89,8 +92,23 @@ INLINE void step_columns(float *s, int64_t stride, const float *k, const float *
     UNROLL for (int c = 0; c < vecs; c++) store_n(v + c * LANES, read[c], n, F32);
 }
 
+/* As step_columns, of Mamba-2: s decays, learns v at k, and is read. */
+INLINE void learn_columns(float *s, int64_t stride, const float *k, const float *q, int64_t dim, float *v,
+                          float decay, float by, int vecs, int n) {
+    vf learnt[STRIPE], read[STRIPE] = {{0}};
+    UNROLL for (int c = 0; c < vecs; c++) learnt[c] = load_f32(v + c * LANES, n, F32) * by;
+    for (int64_t i = 0; i < dim; i++)
+        UNROLL for (int c = 0; c < vecs; c++) {
+            float *at = s + i * stride + c * LANES;
+            const vf x = fused(splat(k[i]), learnt[c], load_f32(at, n, F32) * decay);
+            store_n(at, x, n, F32);
+            read[c] = fused(x, splat(q[i]), read[c]);
+        }
+    UNROLL for (int c = 0; c < vecs; c++) store_n(v + c * LANES, read[c], n, F32);
+}
+
 typedef struct { /* up to TOKENS tokens of a head, and a stripe of its matrix */
-    float *q, *k, *stripe, decay[TOKENS], beta[TOKENS];
+    float *q, *k, *x, *stripe, decay[TOKENS], beta[TOKENS];
 } head_t;
 
 /* `count` tokens from `first` on in columns [d, d + n): in a copy of the stripe if there are many. */
@@ -102,9 +120,12 @@ INLINE void step_stripe(const delta_args *a, const head_t *h, float *s, float *v
     const int64_t stride = copied ? width : a->value_dim;
     if (copied)
         for (int64_t i = 0; i < dim; i++) memcpy(at + i * width, s + i * a->value_dim, 4 * width);
-    for (int64_t t = 0; t < count; t++)
-        step_columns(at, stride, h->k + t * dim, h->q + t * dim, dim, v + t * channels_of(a), h->decay[t],
-                     h->beta[t], vecs, n);
+    for (int64_t t = 0; t < count; t++) {
+        float *column = v + t * channels_of(a);
+        const float *k = h->k + t * dim, *q = h->q + t * dim;
+        if (a->is_delta) step_columns(at, stride, k, q, dim, column, h->decay[t], h->beta[t], vecs, n);
+        else learn_columns(at, stride, k, q, dim, column, h->decay[t], h->beta[t], vecs, n);
+    }
     if (copied)
         for (int64_t i = 0; i < dim; i++) memcpy(s + i * a->value_dim, at + i * width, 4 * width);
 }
@@ -125,6 +146,38 @@ INLINE void norm_head(const delta_args *a, int64_t token, int64_t head, const fl
     }
 }
 
+/* Of Mamba-2: what the heads of a key head give for a token, gated, then normed together. */
+INLINE void norm_group(const delta_args *a, int64_t token, int64_t group, int mode) {
+    const int64_t dim = a->heads / a->key_heads * a->value_dim, place = group * dim;
+    float *x = a->mixed + token * channels_of(a) + 2 * key_size(a) + place;
+    const char *z = AT(a->x, token * a->x_token + channels_of(a) + place, mode);
+    char *out = AT(a->out, token * a->heads * a->value_dim + place, mode);
+    vf squares = {0};
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf gated = LOAD(x, d, F32) * silu(LOAD(z, d, mode));
+        STORE(x, d, gated, F32);
+        squares = fused(gated, gated, squares);
+    }
+    const float scale = 1.0f / sqrtf(sum_lanes(squares) / dim + (float)a->eps);
+    for (int64_t d = 0; d < dim; d += LANES)
+        STORE(out, d, LOAD(x, d, F32) * scale * LOAD(a->norm, place + d, F32), mode);
+}
+
+/* What a token of Mamba-2 brings to a head: q and k as they are, its decay and its step. */
+INLINE void mamba_token(const delta_args *a, const head_t *h, const float *mixed, int64_t key, int64_t head,
+                        int64_t t, float projected, float *decay, float *by) {
+    memcpy(h->q + t * a->key_dim, mixed + key, 4 * a->key_dim);
+    memcpy(h->k + t * a->key_dim, mixed + key_size(a) + key, 4 * a->key_dim);
+    *by = softplus(projected + a->dt_bias[head]);
+    *decay = expf(a->decay[head] * *by);
+}
+
+/* Adds D x to what a head of Mamba-2 gives. x: a copy of v. */
+INLINE void add_skip(float *v, const float *x, float skip, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += LANES)
+        STORE(v, d, fused(LOAD(x, d, F32), splat(skip), LOAD(v, d, F32)), F32);
+}
+
 /* All tokens of a run in one head. */
 INLINE void delta_head(const delta_args *a, const run_t *r, int64_t head, head_t *h, int mode) {
     const int64_t key = head / (a->heads / a->key_heads) * a->key_dim, values = a->heads * a->value_dim;
@@ -136,6 +189,13 @@ INLINE void delta_head(const delta_args *a, const run_t *r, int64_t head, head_t
         for (int64_t t = 0; t < count; t++) {
             const float *mixed = a->mixed + (first + t) * all;
             const char *ba = AT(a->x, (first + t) * a->x_token + all + values, mode);
+            if (!a->is_delta) {
+                const float dt = load_f32(AT(ba, head, mode), 1, mode)[0];
+                mamba_token(a, h, mixed, key, head, t, dt, &h->decay[t], &h->beta[t]);
+                memcpy(h->x + t * a->value_dim, mixed + 2 * key_size(a) + head * a->value_dim,
+                       4 * a->value_dim);
+                continue;
+            }
             unit(mixed + key, h->q + t * a->key_dim, a->key_dim, 1.0f / sqrtf(a->key_dim));
             unit(mixed + key_size(a) + key, h->k + t * a->key_dim, a->key_dim, 1.0f);
             h->beta[t] = sigmoid(load_f32(AT(ba, head, mode), 1, mode)[0], mode);
@@ -148,7 +208,9 @@ INLINE void delta_head(const delta_args *a, const run_t *r, int64_t head, head_t
             step_stripe(a, h, s + d, v + d, count, STRIPE, LANES);
         for (; d < a->value_dim; d += LANES)
             step_stripe(a, h, s + d, v + d, count, 1, min64(a->value_dim - d, LANES));
-        for (int64_t t = 0; t < count; t++) norm_head(a, first + t, head, v + t * all, mode);
+        for (int64_t t = 0; t < count; t++)
+            if (a->is_delta) norm_head(a, first + t, head, v + t * all, mode);
+            else add_skip(v + t * all, h->x + t * a->value_dim, a->skip[head], a->value_dim);
     }
 }
 
@@ -156,7 +218,7 @@ int gated_delta(const delta_args *a) {
     const int64_t blocks = ceil_div(channels_of(a), LANES), keys = TOKENS * a->key_dim;
     const int64_t work = a->tokens * a->heads * a->key_dim * a->value_dim;
     const int team = work < 1 << 16 ? 1 : (int)a->threads;
-    const int64_t mine = ceil_div(2 * keys + STRIPE * LANES * a->key_dim, 16) * 16;
+    const int64_t mine = ceil_div(2 * keys + STRIPE * LANES * a->key_dim + TOKENS * a->value_dim, 16) * 16;
     float *scratch = aligned_alloc(64, 4 * mine * team);
     if (!scratch) return -1;
 #pragma omp parallel num_threads(team)
@@ -165,6 +227,7 @@ int gated_delta(const delta_args *a) {
         float *own = scratch + omp_get_thread_num() * mine;
         head_t h = {.stripe = own, .q = own + STRIPE * LANES * a->key_dim};
         h.k = h.q + keys;
+        h.x = h.k + keys;
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < a->sequences * blocks; i++) {
             const run_t r = run_of(a, i / blocks);
@@ -177,6 +240,10 @@ int gated_delta(const delta_args *a) {
             if (a->is_bf16) delta_head(a, &r, i % a->heads, &h, BF16_WIDE);
             else delta_head(a, &r, i % a->heads, &h, F32);
         }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < (a->is_delta ? 0 : a->tokens * a->key_heads); i++)
+            if (a->is_bf16) norm_group(a, i / a->key_heads, i % a->key_heads, BF16_WIDE);
+            else norm_group(a, i / a->key_heads, i % a->key_heads, F32);
         restore_denormals(saved);
     }
     free(scratch);

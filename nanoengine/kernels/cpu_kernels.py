@@ -22,13 +22,14 @@ from nanoengine.kernels.c_build import SOURCE, load_library
 from nanoengine.kernels.call_tape import CallTape, CFunction
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws, likeliest
+from nanoengine.models.mamba import RecurrentNet
 
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order; of
 # delta_args in cpu_delta.h, and of draw_args and likeliest_args in cpu_draw.h.
 _ATTEND_ARGS = struct.Struct("=14Q16q2Q3qd")
 _NORM_ARGS = struct.Struct("=3Q10qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
-_DELTA_ARGS = struct.Struct("=12Q10qd")
+_DELTA_ARGS = struct.Struct("=14Q11qd")
 _DRAW_ARGS = struct.Struct("=4Q5q")
 _LIKELIEST_ARGS = struct.Struct("=3Q5q")
 _CANDIDATE_BYTES = 16
@@ -354,18 +355,22 @@ class CpuKernels:
         )
         self.tape.call(self._sigmoid_mul, args, x, gate, out)
 
-    def gated_delta(
-        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
+    def recurrence(
+        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
     ) -> None:
-        """As delta_net.gated_delta, into out. Raises EngineError."""
+        """As mamba.recurrence, into out. Raises EngineError."""
         shape = net.shape
+        is_delta = isinstance(net, DeltaNet)
+        of_mamba = () if isinstance(net, DeltaNet) else (net.conv_bias, net.skip)
         mixed = torch.empty(len(x), shape.channels, dtype=torch.float32)
         pointed_to = (
             *(x, net.conv, net.decay, net.dt_bias, net.norm, state.inputs, state.memory),
             *(state.slots, ctx.query_start, ctx.kv_lens, mixed, out),
+            *of_mamba,
         )
         packed = _DELTA_ARGS.pack(
             *(tensor.data_ptr() for tensor in pointed_to),
+            *[0, 0] * is_delta,
             len(ctx.kv_lens),
             len(x),
             x.stride(0),
@@ -376,6 +381,7 @@ class CpuKernels:
             shape.conv_size,
             _IS_BF16[x.dtype],
             torch.get_num_threads(),
+            is_delta,
             net.eps,
         )
         self.tape.call(self._gated_delta, packed, pointed_to)

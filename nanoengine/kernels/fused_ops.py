@@ -17,7 +17,6 @@ from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.packed_experts import PackedApart, PackedExpert
 from nanoengine.kernels.packed_product import PackedGateUp, PackedHead, PackedHeads, PackedLinear
-from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws
 from nanoengine.models.experts import (
     IN_A_GRAPH,
@@ -39,8 +38,9 @@ from nanoengine.models.layer_ops import (
     Product,
     TiledProduct,
 )
+from nanoengine.models.mamba import RecurrentNet
 from nanoengine.models.stored_codes import CodedWeight, Weight, joined
-from nanoengine.models.torch_ops import TorchOps
+from nanoengine.models.torch_ops import TorchOps, relu2
 
 
 class Recorder(Protocol):
@@ -110,6 +110,10 @@ class KernelOps(TorchOps):
         return forward() if self._recorder is None else self._recorder.replay(key, forward)
 
 
+def _relu2(x: Tensor) -> None:
+    x.copy_(relu2(x))
+
+
 def _half_of(kernel: Callable[[Tensor, Tensor], None], gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     kernel(gate_up, out)
@@ -129,11 +133,15 @@ class CpuOps(KernelOps):
         self._kernels.sigmoid_mul(x, gate, out)
         return out
 
-    def gated_delta(
-        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext
+    def relu2(self, x: Tensor) -> Tensor:
+        self._kernels.tape.call(_relu2, (x,))
+        return x
+
+    def recurrence(
+        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext
     ) -> Tensor:
         out = x.new_empty(x.shape[0], net.shape.value_size)
-        self._kernels.gated_delta(x, net, state, ctx, out)
+        self._kernels.recurrence(x, net, state, ctx, out)
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:

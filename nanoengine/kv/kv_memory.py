@@ -78,12 +78,12 @@ class KVMemory:
         self._no_transfers = TransferCounters()
 
     def _make_states(self, spec: KVSpec) -> list[tuple[Tensor, Tensor]]:
-        delta, place = spec.delta, self.device.torch_device
-        if delta is None:
+        recurrent, place = spec.recurrent, self.device.torch_device
+        if recurrent is None:
             return []
-        inputs, memory = delta.state_shapes
+        inputs, memory = recurrent.state_shapes
         kinds = ((inputs, spec.dtype), (memory, torch.float32))
-        num = len(delta.layers)
+        num = len(recurrent.layers)
         self._snapshots = [
             self.device.empty_host((spec.num_snapshots, num, *shape), dtype)
             for shape, dtype in kinds

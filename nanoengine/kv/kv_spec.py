@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanoengine.config.model import DeltaConfig
+from nanoengine.config.model import RecurrentConfig
 from nanoengine.errors import PromptTooLongError
 from nanoengine.kv.kv_codec import KVCodec
 
@@ -29,7 +29,7 @@ class KVSpec:
     with attention (None: all keys); () without any. host_codec: of host blocks (None: as on the
     device). least_run_bytes: of one layer; a shorter run of device blocks between streamed ones is
     streamed too if the host has it, as two more fills and attention calls would take longer.
-    delta: of recurrent layers; num_states: sequences that can have their state at once, which are
+    recurrent: of such layers; num_states: sequences that can have their state at once, which are
     those that run; keeps_states: each has a second one, of before the guesses of a step;
     num_snapshots: of states that the host holds for prefix hits and preempted sequences.
     drafts_from: blocks of a sequence that drafts although all its KV is on the device
@@ -52,7 +52,7 @@ class KVSpec:
     windows: tuple[int | None, ...] = ()
     host_codec: KVCodec | None = None
     least_run_bytes: int = 0
-    delta: DeltaConfig | None = None
+    recurrent: RecurrentConfig | None = None
     num_states: int = 0
     keeps_states: bool = False
     num_snapshots: int = 0
@@ -83,15 +83,15 @@ class KVSpec:
     @property
     def state_bytes(self) -> int:
         """Bytes of all recurrent states on the device."""
-        return (self.num_state_slots + 1) * self.bytes_of_a_state if self.delta else 0
+        return (self.num_state_slots + 1) * self.bytes_of_a_state if self.recurrent else 0
 
     @property
     def bytes_of_a_state(self) -> int:
         """Bytes of the recurrent state of a sequence, or of a snapshot; 0: it has none."""
-        if self.delta is None:
+        if self.recurrent is None:
             return 0
-        inputs, memory = map(math.prod, self.delta.state_shapes)
-        return len(self.delta.layers) * (inputs * self.dtype.itemsize + memory * 4)
+        inputs, memory = map(math.prod, self.recurrent.state_shapes)
+        return len(self.recurrent.layers) * (inputs * self.dtype.itemsize + memory * 4)
 
     @property
     def block_bytes(self) -> int:

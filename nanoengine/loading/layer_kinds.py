@@ -8,6 +8,7 @@ from typing import Any
 from nanoengine.errors import UnsupportedModelError, shown
 from nanoengine.models.architectures import ARCHITECTURES
 
+MAX_STATE_DIM, MAX_CONV_SIZE = 1024, 64  # of recurrent layers
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 
 

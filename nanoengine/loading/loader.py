@@ -22,6 +22,7 @@ from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorab
 from nanoengine.loading.experts_json import PACKED_EXPERTS, about_packed, expert_parts
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.fp8 import Fp8Reader, fp8_block
+from nanoengine.loading.mixers import mixer_parts
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.mtp_names import check_has_mtp, mtp_parts, with_mtp
 from nanoengine.loading.packed_ints import PackedReader, packed_format
@@ -100,6 +101,7 @@ def load_model(
     with _open(folder, is_wrapped) as reader:
         reader.rename(mtp_parts(config, reader.names()))
         check_has_mtp(config, reader)
+        reader.rename(mixer_parts(config, reader.names()))
         parts = expert_parts(config, reader)
         reader.rename(parts)
         if isinstance(reader, PackedReader):

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanoengine.config.model import (
-    DeltaConfig,
     Factors,
     LatentConfig,
     LayerShape,
     ModelConfig,
+    RecurrentConfig,
     RopeConfig,
 )
 from nanoengine.errors import (
@@ -23,8 +23,16 @@ from nanoengine.errors import (
 from nanoengine.loading.experts_json import read_experts
 from nanoengine.loading.fp8 import GROUP, fp8_block
 from nanoengine.loading.latent_json import latent_scalar, read_latent
-from nanoengine.loading.layer_kinds import FULL, RECURRENT, layer_windows, recurrent_layers
+from nanoengine.loading.layer_kinds import (
+    FULL,
+    MAX_CONV_SIZE,
+    MAX_STATE_DIM,
+    RECURRENT,
+    layer_windows,
+    recurrent_layers,
+)
 from nanoengine.loading.layer_shapes import read_shapes
+from nanoengine.loading.mixers import ATTENTION, MAMBA, read_mamba, read_pattern
 from nanoengine.loading.packed_ints import packed_format
 from nanoengine.loading.refused import (
     about_architecture,
@@ -44,7 +52,6 @@ from nanoengine.text.checked_json import (
 from nanoengine.text.tokenizer_files import read_eos_id
 
 MAX_LAYERS = 10_000
-MAX_STATE_DIM, MAX_CONV_SIZE = 1024, 64
 MAX_FACTOR = 1e4
 FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # as of Factors
 # Keys of a quantization_config: the modules that stay as they were.
@@ -67,10 +74,11 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     _refuse_settings(content, architecture)
     num_heads = content.size("num_attention_heads")
     hidden_size, vocab_size = content.size("hidden_size"), content.size("vocab_size")
-    num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
+    mixers, num_layers = _layers(content, architecture)
     latent = read_latent(content, num_heads) if architecture.latent else None
     usual = max(hidden_size // num_heads, 1)
     head_dim = latent.row_dim if latent else content.size("head_dim", usual)
+    recurrent = _recurrent(content, architecture, mixers, num_layers)
     windows = layer_windows(name, content.values, num_layers, content.path)
     of_layers = windows or (None,) * num_layers
     shapes = read_shapes(content, of_layers) if architecture.shapes_by_layer else ()
@@ -86,7 +94,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         num_heads=num_heads,
         num_kv_heads=1 if latent else content.size("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        rms_norm_eps=content.real("rms_norm_eps", 1e-6),
+        rms_norm_eps=content.real("layer_norm_epsilon" if mixers else "rms_norm_eps", 1e-6),
         max_position=max_position,
         tie_word_embeddings=content.flag("tie_word_embeddings"),
         rope=rope,
@@ -99,7 +107,8 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         query_pre_attn_scalar=_query_scalar(content, reads, latent),
         final_logit_softcap=_softcap(content, reads),
         wrapper=wrapper,
-        delta=_delta(content, num_layers) if architecture.recurrent else None,
+        recurrent=recurrent,
+        bare_layers=tuple(i for i, mixer in enumerate(mixers) if mixer in (MAMBA, ATTENTION)),
         experts=read_experts(content, architecture.experts, num_layers),
         shapes=shapes,
         layer_input_size=_layer_input_size(content, architecture, vocab_size),
@@ -110,8 +119,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         has_qk_norm="use_qk_norm" not in reads or content.flag("use_qk_norm"),
         factors=Factors(*(_factor(content, reads, name) for name in FACTORS)),
     )
-    _check_heads(config, content.path)
-    return config
+    return _with_good_heads(config, content.path)
 
 
 def _query_scalar(
@@ -170,13 +178,20 @@ def _unwrap(content: CheckedJson, wrapper: str) -> str:
     return name
 
 
-def _check_heads(config: ModelConfig, path: Path) -> None:
+def _layers(content: CheckedJson, architecture: Architecture) -> tuple[list[str], int]:
+    """As mixers.read_pattern, [] for other architectures; and the number of layers."""
+    mixers = read_pattern(content) if architecture.pattern else []
+    return mixers, len(mixers) or content.size("num_hidden_layers", limit=MAX_LAYERS)
+
+
+def _with_good_heads(config: ModelConfig, path: Path) -> ModelConfig:
     for num, dim in {config.shape(layer).kv_heads for layer in config.attention_layers}:
         if config.num_heads % num or dim % 2:
             raise UnsupportedModelError(
                 f"{path}: {config.num_heads} heads, {num} KV heads of {dim}; heads must be a "
                 "multiple of KV heads, and the head size even"
             )
+    return config
 
 
 def _head_dims(
@@ -210,12 +225,17 @@ def _softcap(content: CheckedJson, reads: Collection[str]) -> float | None:
 def _no_rope_layers(
     content: CheckedJson, architecture: Architecture, windows: Sequence[int | None]
 ) -> tuple[int, ...]:
-    """Layers without RoPE. Of SmolLM3: zeros in a list, or the last layer of each interval."""
+    """Layers without RoPE. Nemotron-H's: all. SmolLM3's: zeros in a list, or the last layer of each
+    interval.
+    """
+    num_layers = len(windows)
+    if architecture.pattern:
+        return tuple(range(num_layers))
     if architecture.ropes_in_windows and content.get("sliding_window") is not None:
         return tuple(i for i, window in enumerate(windows) if window is None)
     if "no_rope_layers" not in architecture.reads:
         return ()
-    num_layers, listed = len(windows), content.get("no_rope_layers")
+    listed = content.get("no_rope_layers")
     if listed is None:
         interval = content.size("no_rope_layer_interval", 4)
         return tuple(range(interval - 1, num_layers, interval))
@@ -228,9 +248,15 @@ def _no_rope_layers(
     return tuple(i for i, has_rope in enumerate(listed[:num_layers]) if not has_rope)
 
 
-def _delta(content: CheckedJson, num_layers: int) -> DeltaConfig | None:
+def _recurrent(
+    content: CheckedJson, architecture: Architecture, mixers: list[str], num_layers: int
+) -> RecurrentConfig | None:
     """The recurrent layers; None if all have attention."""
-    delta = DeltaConfig(
+    if mixers:
+        return read_mamba(content, mixers)
+    if not architecture.recurrent:
+        return None
+    rule = RecurrentConfig(
         layers=recurrent_layers(content.values, num_layers, content.path),
         num_key_heads=content.size("linear_num_key_heads"),
         num_value_heads=content.size("linear_num_value_heads"),
@@ -239,14 +265,14 @@ def _delta(content: CheckedJson, num_layers: int) -> DeltaConfig | None:
         conv_size=content.size("linear_conv_kernel_dim", limit=MAX_CONV_SIZE),
     )
     if content.flag(OUT_IS_TILED):
-        delta = replace(delta, out_tiles=delta.num_value_heads // delta.num_key_heads)
-    if delta.num_value_heads % delta.num_key_heads or delta.conv_size < 2:
+        rule = replace(rule, out_tiles=rule.num_value_heads // rule.num_key_heads)
+    if rule.num_value_heads % rule.num_key_heads or rule.conv_size < 2:
         raise UnsupportedModelError(
-            f"{content.path}: {delta.num_value_heads} linear value heads, {delta.num_key_heads} "
-            f"key heads and a convolution of {delta.conv_size}; value heads must be a multiple of "
+            f"{content.path}: {rule.num_value_heads} linear value heads, {rule.num_key_heads} "
+            f"key heads and a convolution of {rule.conv_size}; value heads must be a multiple of "
             "key heads, and the convolution 2 at least"
         )
-    return delta if delta.layers else None
+    return rule if rule.layers else None
 
 
 def _ropes(

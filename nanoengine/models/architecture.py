@@ -75,13 +75,15 @@ class Architecture:
     pairs_take_turns: the two numbers of a rotated pair are neighbours in a checkpoint, those that
     are rotated before the others.
     activation: of the gate; a key of torch_ops.GATED.
+    is_gated: False: feed-forwards have no gate, but relu2 (layer_ops.LayerOps.relu2).
     mtp: how a checkpoint names the head for multi-token prediction that it may hold: "mtp", in
     names that begin so; "layer", as one more layer, as all are in a GGUF; "": it holds none.
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
     output_gate: q_proj gives a gate for each head beside its query; what a head attends to is
     multiplied by the gate's sigmoid.
     recurrent: the projections of layers with a gated delta rule, if it has such layers; config.json
-    says which ones.
+    says which ones. pattern: a checkpoint's layers are a mixer (Mamba-2's or attention) or a
+    feed-forward each, by `hybrid_override_pattern`; see loading/mixers.py.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
     ropes_in_windows: where config.json has a window, layers without one do not rotate.
@@ -113,10 +115,12 @@ class Architecture:
     fused: tuple[str, ...] = ()
     pairs_take_turns: bool = False
     activation: str = "silu"
+    is_gated: bool = True
     mtp: str = ""
     scales_embeddings: bool = False
     output_gate: bool = False
     recurrent: tuple[str, ...] = ()
+    pattern: bool = False
     windows: str = ""
     ropes_in_windows: bool = False
     ropes_by_kind: bool = False

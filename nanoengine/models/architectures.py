@@ -20,7 +20,7 @@ _HYBRID: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "partial_rotary_factor": 0.25,
 }
-# In the order of a GGUF, whose codes cannot move: see DeltaConfig.out_tiles. Conversions say so.
+# In the order of a GGUF, whose codes cannot move: RecurrentConfig.out_tiles. Conversions say so.
 OUT_IS_TILED = "linear_out_proj_is_tiled"
 _HYBRID_READS = (
     "partial_rotary_factor",
@@ -456,6 +456,40 @@ ARCHITECTURES = {
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
             "sliding_window": None,
+        },
+    ),
+    "NemotronHForCausalLM": Architecture(
+        "Nemotron-H and Nemotron Nano v2 (9B, 12B)",
+        norm_offset=0.0,
+        is_gated=False,
+        pattern=True,
+        requires={
+            "mlp_hidden_act": (None, "relu2"),
+            "mamba_hidden_act": (None, "silu"),
+            "mlp_bias": (None, False),
+            "use_bias": (None, False),
+            "mamba_proj_bias": (None, False),
+            "use_conv_bias": (None, True),
+            "mamba_conv_bias": (None, True),
+            "residual_in_fp32": (None, False),
+            "attention_bias": (None, False),
+            "mamba_ssm_cache_dtype": (None, "float32"),
+        },
+        own_code=("modeling_nemotron_h.NemotronHForCausalLM",),
+        defaults={
+            "vocab_size": 131072,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "intermediate_size": 21504,
+            "layer_norm_epsilon": 1e-5,
+            "ssm_state_size": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "conv_kernel": 4,
         },
     ),
     "Olmo2ForCausalLM": Architecture(

@@ -54,6 +54,16 @@ def last(layers: Iterator[Tensor]) -> Tensor:
     return deque(layers, maxlen=1).pop()
 
 
+def _without_mlp(ops: LayerOps, out: Product, next_qkv: Product | None) -> AfterAttention:
+    """As LayerOps.after_attention, of a layer without a feed-forward."""
+
+    def run(x: Tensor, attended: Tensor) -> Tensor:
+        ops.accumulate(x, out(attended))
+        return x if next_qkv is None else next_qkv(x)
+
+    return run
+
+
 class Model(Protocol):
     """What runs the steps of a model (Decoder)."""
 
@@ -115,6 +125,8 @@ class Decoder:
 
     @staticmethod
     def _layer(ops: LayerOps, part: LayerParts, next_qkv: Product | None, rope: int) -> _Layer:
+        if part.mlp is None:
+            return _Layer(part.attention, _without_mlp(ops, part.out, next_qkv), rope, None)
         if part.end is None:
             after_attention = ops.after_attention(part.out, part.mlp, next_qkv)
             return _Layer(part.attention, after_attention, rope, None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanoengine.config.model import DeltaConfig, ExpertsConfig, ModelConfig, RopeConfig
+from nanoengine.config.model import ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.delta_net import DeltaNet, flat_projections
@@ -20,19 +20,20 @@ from nanoengine.models.latent import LATENT_NORM_EPS, absorbed, head_rows, laten
 from nanoengine.models.layer_ops import MLP, Embed, LayerOps, Norm, Product, Tiles
 from nanoengine.models.layers import (
     Attention,
-    DeltaLayer,
     InputGate,
     LatentAttention,
     LayerInputs,
+    RecurrentLayer,
     SharedKVAttention,
 )
+from nanoengine.models.mamba import MambaNet, RecurrentNet, flat_rows
 from nanoengine.models.mtp import MtpParts
 from nanoengine.models.rope import head_order
 from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
 from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
 
 TensorSource = Callable[[str], Weight]
-AnyAttention = Attention | SharedKVAttention | LatentAttention | DeltaLayer
+AnyAttention = Attention | SharedKVAttention | LatentAttention | RecurrentLayer
 
 
 def rotations(config: ModelConfig) -> tuple[dict[int, list[RopeConfig | None]], list[int]]:
@@ -55,13 +56,13 @@ def _rope(config: ModelConfig, layer: int) -> RopeConfig | None:
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """What a layer computes, in this order. The products include the norms around them. end: of
-    LayerEnd; None: there is none.
+    LayerEnd; None: there is none. mlp: None: there is none.
     """
 
     qkv: Product
     attention: AnyAttention
     out: Product
-    mlp: Product
+    mlp: Product | None
     end: tuple[InputGate | None, float] | None
 
 
@@ -116,6 +117,7 @@ class LayerBuilder:
         prefix = f"model.layers.{index}."
         embedded, given, last = (self._norm(prefix + name) for name in MTP_NORMS)
         join, layer = ops.whole(self._source(f"{prefix}{MTP_JOIN}.weight")), self.layer(index)
+        assert layer.mlp is not None
         after_attention = ops.after_attention(layer.out, layer.mlp, None)
         return MtpParts((embedded, given), join, layer.qkv, layer.attention, after_attention, last)
 
@@ -125,7 +127,7 @@ class LayerBuilder:
         layer = f"model.layers.{index}."
         before = self._norm_if(layer, names.before_attention)
         if index in config.recurrent_layers:
-            make, part = self._delta_rule, layer + "linear_attn."
+            make, part = self._recurrent, layer + "linear_attn."
         elif config.latent is not None:
             make, part = self._latent_attention, layer + "self_attn."
         else:
@@ -135,7 +137,7 @@ class LayerBuilder:
             qkv=qkv,
             attention=attention,
             out=self._then_normed(out, self._norm_if(layer, names.after_attention)),
-            mlp=self._mlp(index, layer),
+            mlp=None if index in config.bare_layers else self._mlp(index, layer),
             end=self._end(layer),
         )
 
@@ -236,28 +238,38 @@ class LayerBuilder:
         order = torch.cat((q_and_k[:, self._head_order.cpu()], others)).flatten()
         return in_order(qkv, order)
 
-    def _delta_rule(
+    def _recurrent(
         self, index: int, prefix: str, norm: Norm | None
     ) -> tuple[Product, AnyAttention, Product]:
-        shape, source = self._config.delta, self._numbers
+        shape, source = self._config.recurrent, self._numbers
         assert shape is not None
         tiles = Tiles(shape.out_tiles, shape.value_dim) if shape.out_tiles > 1 else None
-        net = DeltaNet(
-            shape,
-            conv=source(prefix + "conv1d.weight").float().squeeze(1).T.contiguous(),
-            decay=-source(prefix + "A_log").float().exp(),
-            dt_bias=source(prefix + "dt_bias").float(),
-            norm=source(prefix + "norm.weight").float(),
-            eps=self._config.rms_norm_eps,
+        conv = source(prefix + "conv1d.weight").float().squeeze(1)
+        decay = -source(prefix + "A_log").float().exp()
+        dt_bias, norm_weight, eps = (
+            source(prefix + "dt_bias").float(),
+            source(prefix + "norm.weight").float(),
+            self._config.rms_norm_eps,
         )
+        net: RecurrentNet
+        if shape.rule == "delta":
+            net = DeltaNet(shape, conv.T.contiguous(), decay, dt_bias, norm_weight, eps)
+        else:
+            order = flat_rows(torch.arange(shape.channels), shape).to(conv.device)
+            bias, skip = (source(prefix + name).float() for name in ("conv1d.bias", "D"))
+            conv = conv[order].T.contiguous()
+            net = MambaNet(shape, conv, bias[order], decay, dt_bias, skip, norm_weight, eps)
         return (
             self._ops.linear(self._projections(prefix, shape), None, norm),
-            DeltaLayer(self._ops, shape.layers.index(index), net),
+            RecurrentLayer(self._ops, shape.layers.index(index), net),
             self._ops.summand(self._source(prefix + "out_proj.weight"), tiles=tiles),
         )
 
-    def _projections(self, prefix: str, shape: DeltaConfig) -> Weight:
+    def _projections(self, prefix: str, shape: RecurrentConfig) -> Weight:
         names = self._architecture.recurrent
+        if shape.rule == "mamba":
+            whole = self._source(prefix + "in_proj.weight")
+            return in_order(whole, flat_rows(torch.arange(whole.shape[0]), shape))
         stored = [self._source(f"{prefix}in_proj_{name}.weight") for name in names]
         counts = [weight.shape[0] for weight in stored]
         rows = torch.split(torch.arange(sum(counts)), counts)
@@ -287,7 +299,9 @@ class LayerBuilder:
         return self._then_normed(lambda x: both(dense(x), sparse(x)), norm_after)
 
     def _dense(self, prefix: str, norm: Norm | None, norm_after: Norm | None) -> Product:
-        gate_up = self._gate_up(prefix, norm)
+        gate_up = (
+            self._gate_up(prefix, norm) if self._architecture.is_gated else self._up(prefix, norm)
+        )
         down = self._summand(prefix, "down", self._config.mlp_bias)
         return MLP(gate_up, self._then_normed(down, norm_after))
 
@@ -335,6 +349,15 @@ class LayerBuilder:
         gate, up = weights
         gate_up_biases = (biases[0], biases[1]) if biases else None
         return self._ops.gate_up(gate, up, gate_up_biases, norm, self._architecture.activation)
+
+    def _up(self, prefix: str, norm: Norm | None) -> Product:
+        """Of a feed-forward without a gate."""
+        weights, biases = self._weights(prefix, ("up",), self._config.mlp_bias)
+        up, relu2 = (
+            self._ops.linear(weights[0], biases[0] if biases else None, norm),
+            self._ops.relu2,
+        )
+        return lambda x: relu2(up(x))
 
     def _summand(self, prefix: str, name: str, has_bias: bool) -> Product:
         weights, biases = self._weights(prefix, (name,), has_bias)

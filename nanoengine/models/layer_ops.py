@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
-from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws
 from nanoengine.models.experts import ExpertWeights, Map, Router, RouterWeights
+from nanoengine.models.mamba import RecurrentNet
 from nanoengine.models.stored_codes import Weight
 
 # [tokens, in_features] -> [tokens, out_features], the norm, bias and activation included.
@@ -220,16 +220,20 @@ class LayerOps(Protocol):
         """[tokens, 2 x dim] -> activation(first half) * second half; see torch_ops.GATED."""
         ...
 
+    def relu2(self, x: Tensor) -> Tensor:
+        """relu(x) * x, in place, and x: of feed-forwards without a gate."""
+        ...
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """x * sigmoid(gate), the sigmoid rounded first; x is [tokens, heads x head_dim], gate
         [tokens, heads, head_dim].
         """
         ...
 
-    def gated_delta(
-        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext
+    def recurrence(
+        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext
     ) -> Tensor:
-        """As delta_net.gated_delta."""
+        """As mamba.recurrence."""
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:

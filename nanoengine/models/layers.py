@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nanoengine.config.model import LatentConfig
 from nanoengine.context import ForwardContext
-from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.layer_ops import Embed, LayerOps, Norm, Product
+from nanoengine.models.mamba import RecurrentNet
 from nanoengine.models.rope import Angles
 
 
@@ -141,16 +141,16 @@ class LatentAttention:
         self._ops.copy(rows.view(halves)[..., : turned.shape[2] // 2], turned.view(halves))
 
 
-class DeltaLayer:
-    """A gated delta rule over the state of each sequence."""
+class RecurrentLayer:
+    """A recurrent rule over the state of each sequence."""
 
-    def __init__(self, ops: LayerOps, layer: int, net: DeltaNet) -> None:
+    def __init__(self, ops: LayerOps, layer: int, net: RecurrentNet) -> None:
         """layer: counted among the recurrent ones."""
         self._ops, self._layer, self._net = ops, layer, net
 
     def __call__(self, projected: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
-        """[tokens, sum(net.sizes)] -> [tokens, value_heads x value_dim]. Nothing is rotated."""
-        return self._ops.gated_delta(projected, self._net, ctx.kv.state(self._layer), ctx)
+        """[tokens, sum(shape.sizes)] -> [tokens, value_heads x value_dim]. Nothing is rotated."""
+        return self._ops.recurrence(projected, self._net, ctx.kv.state(self._layer), ctx)
 
 
 class LayerInputs:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-from nanoengine.config.model import DeltaConfig, ModelConfig
+from nanoengine.config.model import ModelConfig, RecurrentConfig
 from nanoengine.errors import ConfigError
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.layer_ops import LayerOps
@@ -34,12 +34,14 @@ class Shard:
         kv_heads = sorted({model.shape(layer).num_kv_heads for layer in model.attention_layers})
         divided, shared = [model.num_heads], kv_heads
         of_what = f"{model.num_heads} heads and {' or '.join(map(str, kv_heads))} KV heads"
-        if (delta := model.delta) is not None:
-            divided, shared = [*divided, delta.num_value_heads], [*shared, delta.num_key_heads]
-            of_what += (
-                f", or the {delta.num_value_heads} heads and {delta.num_key_heads} key heads of "
-                "its recurrent layers"
-            )
+        if (recurrent := model.recurrent) is not None:
+            num, num_keys = recurrent.num_value_heads, recurrent.num_key_heads
+            divided = [*divided, num]
+            if recurrent.rule == "delta":
+                shared = [*shared, num_keys]
+            else:  # a norm is of the heads of a key head
+                divided.append(num_keys)
+            of_what += f", or the {num} heads and {num_keys} key heads of its recurrent layers"
         allowed = [
             size
             for size in range(1, model.num_heads + 1)
@@ -54,14 +56,14 @@ class Shard:
 
     def config(self, model: ModelConfig) -> ModelConfig:
         """The shape of this rank's part. Ranks share a KV head where there are more ranks."""
-        experts, delta = model.experts, model.delta
+        experts, recurrent = model.experts, model.recurrent
         if experts is not None:
             experts = replace(experts, inner_size=self._width(experts.inner_size))
-        if delta is not None:
-            delta = replace(
-                delta,
-                num_key_heads=len(self.heads(delta.num_key_heads)),
-                num_value_heads=len(self.heads(delta.num_value_heads)),
+        if recurrent is not None:
+            recurrent = replace(
+                recurrent,
+                num_key_heads=len(self.heads(recurrent.num_key_heads)),
+                num_value_heads=len(self.heads(recurrent.num_value_heads)),
             )
         shapes = tuple(
             replace(
@@ -74,7 +76,7 @@ class Shard:
         return replace(
             model,
             experts=experts,
-            delta=delta,
+            recurrent=recurrent,
             shapes=shapes,
             num_heads=model.num_heads // self.size,
             num_kv_heads=len(self.heads(model.num_kv_heads)),
@@ -115,8 +117,9 @@ class Shard:
         kind = part.rpartition(".")[2]
         if self.size == 1:
             return None
-        if ".linear_attn." in name and kind != "out_proj" and model.delta is not None:
-            return self._delta_rows(kind, model.delta)
+        if ".linear_attn." in name and kind != "out_proj" and model.recurrent is not None:
+            rows = self._delta_rows if model.recurrent.rule == "delta" else self._mamba_rows
+            return rows(kind, model.recurrent)
         match kind:
             case "lm_head":
                 return (self.part(model.vocab_size),)
@@ -151,7 +154,7 @@ class Shard:
         num_q, num_kv = model.num_heads * dim, num_kv * dim
         return (q,) if kind == "q_proj" else (q, _moved(kv, num_q), _moved(kv, num_q + num_kv))
 
-    def _delta_rows(self, kind: str, delta: DeltaConfig) -> tuple[range, ...] | None:
+    def _delta_rows(self, kind: str, delta: RecurrentConfig) -> tuple[range, ...] | None:
         """Of what a recurrent layer has before its rule."""
         num_keys, num_values = delta.num_key_heads, delta.num_value_heads
         keys, values = self.heads(num_keys), self.heads(num_values)
@@ -176,6 +179,21 @@ class Shard:
             for head in keys
             for rows in (range(ends), _moved(v, ends), _moved(v, ends + size))
         )
+
+    def _mamba_rows(self, kind: str, mamba: RecurrentConfig) -> tuple[range, ...]:
+        """Of what a layer has before and in its rule: z; x, B, C; dt. A norm is of whole groups."""
+        values, inner = self.heads(mamba.num_value_heads), mamba.value_size
+        if kind in ("A_log", "dt_bias", "D"):
+            return (values,)
+        v = _times(values, mamba.value_dim)
+        if kind == "norm":
+            return (v,)
+        k, size = _times(self.heads(mamba.num_key_heads), mamba.key_dim), mamba.key_dim
+        mixed = v, _moved(k, inner), _moved(k, inner + size * mamba.num_key_heads)
+        if kind == "conv1d":
+            return mixed
+        moved = (_moved(rows, inner) for rows in mixed)
+        return v, *moved, _moved(values, inner + mamba.channels)
 
     def take(self, name: str, tensor: Weight, model: ModelConfig) -> Weight:
         """This rank's rows of a whole tensor of the model, or columns of EMBEDDINGS_OF_LAYERS."""

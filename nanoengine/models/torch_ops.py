@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
-from nanoengine.models.delta_net import DeltaNet, gated_delta
 from nanoengine.models.draw import Draws, draw, likeliest
 from nanoengine.models.expert_layer import parts_of_expert
 from nanoengine.models.experts import (
@@ -32,6 +31,7 @@ from nanoengine.models.layer_ops import (
     TiledProduct,
     Tiles,
 )
+from nanoengine.models.mamba import RecurrentNet, recurrence
 from nanoengine.models.stored_codes import Weight, joined, numbers_of
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
@@ -111,6 +111,9 @@ class TorchOps:
         gated = self.gated(activation)
         return self._normed(norm, lambda x: gated(both(x)))
 
+    def relu2(self, x: Tensor) -> Tensor:
+        return x.copy_(relu2(x))
+
     def gated(self, activation: str) -> Product:
         return GATED[activation]
 
@@ -187,10 +190,10 @@ class TorchOps:
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * gate.reshape(x.shape).sigmoid()
 
-    def gated_delta(
-        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext
+    def recurrence(
+        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext
     ) -> Tensor:
-        return gated_delta(x, net, state, ctx)
+        return recurrence(x, net, state, ctx)
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)
@@ -209,6 +212,11 @@ class TorchOps:
 
     def forget_steps(self) -> None:
         """Nothing was recorded."""
+
+
+def relu2(x: Tensor) -> Tensor:
+    """relu(x) * x."""
+    return functional.relu(x).square()
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

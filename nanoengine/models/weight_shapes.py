@@ -61,11 +61,14 @@ def _mtp_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Of the norms and the feed-forward, or experts, of a layer."""
     architecture, prefix = ARCHITECTURES[config.architecture], f"model.layers.{layer}."
-    for norm in astuple(architecture.norms):
+    norms, is_bare = architecture.norms, layer in config.bare_layers
+    for norm in (norms.before_attention, norms.after_attention) if is_bare else astuple(norms):
         if norm:
             yield f"{prefix}{norm}.weight", (config.hidden_size,)
     if architecture.layer_scalar:
         yield f"{prefix}layer_scalar", (1,)
+    if is_bare:
+        return
     experts, names = experts_of(config, layer), architecture.experts or ExpertNames()
     if experts is None or names.beside:
         inner_size = config.shape(layer).intermediate_size
@@ -134,24 +137,31 @@ def _latent_shapes(
 
 
 def _delta_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    delta, part = config.delta, f"{prefix}linear_attn."
-    assert delta is not None
-    heads = delta.num_value_heads
-    rows = {"qkv": delta.channels, "z": delta.value_size, "b": heads, "a": heads}
-    rows |= {"qkvz": delta.channels + delta.value_size, "ba": 2 * heads}
+    recurrent, part = config.recurrent, f"{prefix}linear_attn."
+    assert recurrent is not None
+    heads = recurrent.num_value_heads
+    if recurrent.rule == "mamba":
+        yield f"{part}in_proj.weight", (sum(recurrent.sizes), config.hidden_size)
+        yield f"{part}conv1d.bias", (recurrent.channels,)
+        yield f"{part}D", (heads,)
+    rows = {"qkv": recurrent.channels, "z": recurrent.value_size, "b": heads, "a": heads}
+    rows |= {"qkvz": recurrent.channels + recurrent.value_size, "ba": 2 * heads}
     for name in ARCHITECTURES[config.architecture].recurrent:
         yield f"{part}in_proj_{name}.weight", (rows[name], config.hidden_size)
-    yield f"{part}conv1d.weight", (delta.channels, 1, delta.conv_size)
+    yield f"{part}conv1d.weight", (recurrent.channels, 1, recurrent.conv_size)
     yield f"{part}A_log", (heads,)
     yield f"{part}dt_bias", (heads,)
-    yield f"{part}norm.weight", (delta.value_dim,)
-    yield f"{part}out_proj.weight", (config.hidden_size, delta.value_size)
+    is_of_heads = recurrent.rule == "delta"
+    yield f"{part}norm.weight", (recurrent.value_dim if is_of_heads else recurrent.value_size,)
+    yield f"{part}out_proj.weight", (config.hidden_size, recurrent.value_size)
 
 
 def _mlp_shapes(
     config: ModelConfig, prefix: str, inner: int, has_bias: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     gate_up = {"gate": inner, "up": inner}
+    if not ARCHITECTURES[config.architecture].is_gated:
+        gate_up = {"up": inner}
     if "gate_up" in ARCHITECTURES[config.architecture].fused:
         gate_up = {"gate_up": 2 * inner}
     yield from _product_shapes(prefix, gate_up, config.hidden_size, has_bias)

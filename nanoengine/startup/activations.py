@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from nanoengine.config.model import DeltaConfig, ModelConfig
+from nanoengine.config.model import ModelConfig, RecurrentConfig
 
 # Bytes of a logit of a row that samples: in fp32 itself, without what a form forbids, and with
 # penalties or as a log-probability; PyTorch ranks them, too.
@@ -38,10 +38,10 @@ def activation_bytes(
         sums = 8 * config.hidden_size + 16 * experts.count
         feed_forward = max(feed_forward, experts.top_k * each * element_size + sums)
     per_row = config.vocab_size * (IN_C if in_c else IN_PYTORCH)
-    recurrent = states = 0
-    if (delta := config.delta) is not None:
-        recurrent, states = _delta_bytes(delta, element_size, in_c, feed_forward)
-    per_token = stream + max(attention, feed_forward, recurrent)
+    rule = states = 0
+    if (recurrent := config.recurrent) is not None:
+        rule, states = _delta_bytes(recurrent, element_size, in_c, feed_forward)
+    per_token = stream + max(attention, feed_forward, rule)
     if config.has_mtp:  # it has a residual stream of its own, of two vectors, and logits
         per_token += config.hidden_size * 6 * element_size
         per_row += config.vocab_size * 4
@@ -49,16 +49,16 @@ def activation_bytes(
 
 
 def _delta_bytes(
-    delta: DeltaConfig, element_size: int, is_fused: bool, feed_forward: int
+    recurrent: RecurrentConfig, element_size: int, is_fused: bool, feed_forward: int
 ) -> tuple[int, int]:
     """Bytes of a recurrent layer by token, and by sequence for copies of its state.
 
     What is projected and the result live on beside the feed-forward. A call of C holds what is
     convolved in fp32; PyTorch also q and k of each value head, and six times v for the gated norm.
     """
-    heads, values = delta.num_value_heads, delta.value_size
-    ends = (delta.channels + 2 * values + 2 * heads) * element_size
+    heads, values = recurrent.num_value_heads, recurrent.value_size
+    ends = (recurrent.channels + 2 * values + 2 * heads) * element_size
     if is_fused:
-        return ends + max(4 * delta.channels, feed_forward), 0
-    rule = (4 + element_size) * delta.channels + 8 * heads * delta.key_dim + 24 * values
-    return ends + max(rule, feed_forward), 4 * 4 * delta.key_dim * values
+        return ends + max(4 * recurrent.channels, feed_forward), 0
+    rule = (4 + element_size) * recurrent.channels + 8 * heads * recurrent.key_dim + 24 * values
+    return ends + max(rule, feed_forward), 4 * 4 * recurrent.key_dim * values

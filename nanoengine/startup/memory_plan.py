@@ -165,9 +165,9 @@ def _kv_spec(
         step_tokens=config.max_num_batched_tokens,
         windows=model.windows,
         host_codec=make_codec(config.kv_offload_dtype),
-        delta=model.delta,
-        num_states=config.max_num_seqs if model.delta else 0,
-        keeps_states=model.delta is not None and config.num_guesses + config.num_mtp > 0,
+        recurrent=model.recurrent,
+        num_states=config.max_num_seqs if model.recurrent else 0,
+        keeps_states=model.recurrent is not None and config.num_guesses + config.num_mtp > 0,
         heads=() if set(heads) == {(model.num_kv_heads, model.head_dim)} else heads,
         sources=sources if len(own) < len(layers) else (),
     )
@@ -207,7 +207,7 @@ def _kv_spec(
 
 def _with_states(spec: KVSpec, room: int) -> KVSpec:
     """As many recurrent states as STATE_SHARE of the room holds, but one at least."""
-    if spec.delta is None:
+    if spec.recurrent is None:
         return spec
     of_none, of_one = (replace(spec, num_states=n).state_bytes for n in (0, 1))
     num_states = (int(room * STATE_SHARE) - of_none) // (of_one - of_none)
@@ -218,7 +218,7 @@ def _num_snapshots(config: EngineConfig, spec: KVSpec, device: Memory, left: int
     """Snapshots of recurrent states that SNAPSHOT_BYTES hold, or a sixteenth of the host memory, or
     the `left` bytes of it, if that is less.
     """
-    if spec.delta is None or not config.enable_prefix_caching:
+    if spec.recurrent is None or not config.enable_prefix_caching:
         return 0
     most = SNAPSHOT_BYTES // config.tensor_parallel_size
     return max(0, min(most, device.host_memory() // 16, left)) // spec.bytes_of_a_state

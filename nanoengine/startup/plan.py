@@ -137,7 +137,7 @@ class MemoryPlan:
             *([f"guesses      {self.guesses}"] if self.guesses else []),
             f"{on_device:12} {_tier(kv.num_blocks, kv.block_size, kv.block_bytes)}",
         ]
-        if kv.delta is not None:
+        if kv.recurrent is not None:
             lines.append(f"recurrent    {_states(kv)}")
         if kv.num_host_blocks:
             stored = HOW_STORED[kv.host_codec.name] if kv.host_codec else ""
@@ -237,11 +237,12 @@ def _tier(num_blocks: int, block_size: int, block_bytes: int) -> str:
 
 def _states(kv: KVSpec) -> str:
     """What recurrent layers take, and what they do without."""
-    assert kv.delta is not None
+    assert kv.recurrent is not None
     each = f"{kv.bytes_of_a_state / (1 << 20):.1f} MiB"
     kept = f", and keep it beside guesses ({each} more)" if kv.keeps_states else ""
+    num = len(kv.recurrent.layers)
     return (
-        f"{len(kv.delta.layers)} of {kv.num_layers + len(kv.delta.layers)} layers have no KV but a "
+        f"{num} of {kv.num_layers + num} layers have no KV but a "
         f"state of {each} for each request at once{kept}; {kv.num_snapshots} snapshots in RAM "
         "for cached prefixes and preempted requests; no resident drafts"
     )

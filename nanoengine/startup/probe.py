@@ -201,10 +201,10 @@ def _scratch_state(
     model: ModelConfig, num_seqs: int, dtype: torch.dtype, device: Device
 ) -> RecurrentState | None:
     """The state of one recurrent layer, which all of a step replace; None if there are none."""
-    delta, place = model.delta, device.torch_device
-    if delta is None:
+    recurrent, place = model.recurrent, device.torch_device
+    if recurrent is None:
         return None
-    inputs, memory = delta.state_shapes
+    inputs, memory = recurrent.state_shapes
     return RecurrentState(
         torch.zeros((num_seqs, *inputs), dtype=dtype, device=place),
         torch.zeros((num_seqs, *memory), device=place),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanoengine.config.model import DeltaConfig
+from nanoengine.config.model import RecurrentConfig
 from nanoengine.kv.kv_codec import make_codec
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.workers.channel import FIRST_KIND
@@ -45,21 +45,21 @@ def spec_to_json(spec: KVSpec) -> dict[str, Any]:
     said = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return said | {
         "dtype": str(spec.dtype).removeprefix("torch."),
-        "delta": None if spec.delta is None else asdict(spec.delta),
+        "recurrent": None if spec.recurrent is None else asdict(spec.recurrent),
         "host_codec": spec.host_codec and spec.host_codec.name,
     }
 
 
 def spec_from_json(said: Mapping[str, Any]) -> KVSpec:
     """The KVSpec of `spec_to_json`."""
-    delta = said["delta"]
-    if delta is not None:
-        delta = DeltaConfig(**{**delta, "layers": tuple(delta["layers"])})
+    recurrent = said["recurrent"]
+    if recurrent is not None:
+        recurrent = RecurrentConfig(**{**recurrent, "layers": tuple(recurrent["layers"])})
     return KVSpec(
         **{
             **said,
             "dtype": getattr(torch, said["dtype"]),
-            "delta": delta,
+            "recurrent": recurrent,
             "windows": tuple(said["windows"]),
             "heads": tuple(map(tuple, said["heads"])),
             "sources": tuple(said["sources"]),

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from nanoengine.config.model import ExpertsConfig, ModelConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
-from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws
 from nanoengine.models.experts import ExpertWeights, Map, Router, RouterWeights
 from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product, Tiles
+from nanoengine.models.mamba import RecurrentNet
 from nanoengine.models.shard import Shard
 from nanoengine.models.stored_codes import CodedWeight, Weight
 from nanoengine.workers.group import Group
@@ -186,16 +186,19 @@ class ShardedOps:
     def gated(self, activation: str) -> Product:
         return self._ops.gated(activation)
 
+    def relu2(self, x: Tensor) -> Tensor:
+        return self._ops.relu2(x)
+
     def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self._ops.rotate(q, cos, sin)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return self._ops.sigmoid_mul(x, gate)
 
-    def gated_delta(
-        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext
+    def recurrence(
+        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext
     ) -> Tensor:
-        return self._ops.gated_delta(x, net, state, ctx)
+        return self._ops.recurrence(x, net, state, ctx)
 
     def rotate_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget

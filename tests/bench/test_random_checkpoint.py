@@ -45,13 +45,13 @@ def test_it_has_the_sizes_that_were_given(
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
     }
-    if config.delta is not None:
+    if config.recurrent is not None:
         assert config.recurrent_layers == (0, 1, 2)
         found |= {
-            "linear_num_key_heads": config.delta.num_key_heads,
-            "linear_num_value_heads": config.delta.num_value_heads,
-            "linear_key_head_dim": config.delta.key_dim,
-            "linear_value_head_dim": config.delta.value_dim,
+            "linear_num_key_heads": config.recurrent.num_key_heads,
+            "linear_num_value_heads": config.recurrent.num_value_heads,
+            "linear_key_head_dim": config.recurrent.key_dim,
+            "linear_value_head_dim": config.recurrent.value_dim,
         }
     if config.experts is not None:
         found |= {

@@ -63,6 +63,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -567,6 +569,24 @@ TINY: dict[str, TinyModel] = {
         Qwen3NextForCausalLM,
         HYBRID | HYBRID_EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": False},
         seed=18,
+    ),
+    # Mixers with and without a feed-forward behind them; heads of odd sizes.
+    "nemotron-h": TinyModel(
+        NemotronHConfig,
+        NemotronHForCausalLM,
+        {
+            "layers_block_type": [
+                *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
+                *("linear_attention", "full_attention"),
+            ],
+            "ssm_state_size": 20,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 12,
+            "n_groups": 2,
+            "time_step_min": 1e-9,
+            "num_hidden_layers": 7,
+        },
+        seed=41,
     ),
     # The middle layer sees everything, and turns by another theta than those with a window.
     "gemma3": TinyModel(

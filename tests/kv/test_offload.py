@@ -153,7 +153,7 @@ def check_case(tiny: Tiny, case: Case) -> None:
     run_fewer = driver.engine.kv.spec.kept_blocks > 1  # as many as the device holds windows of
     assert may_need_less or run_fewer or (preemptions > 0) == (batch == "many, preempted")
     # A hit needs the block with a snapshot, too: few outlive requests that are preempted.
-    may_lose_hits = driver.engine.kv.spec.delta is not None and preemptions > 0
+    may_lose_hits = driver.engine.kv.spec.recurrent is not None and preemptions > 0
     assert may_lose_hits or (cached > 0) == prefix_cache
     assert_bytes_add_up(driver, host_pressure=True)
     counters, peak = driver.engine.kv.counters, driver.engine.kv.peak_streamed

@@ -20,40 +20,41 @@ from marks import needs_compiler
 from torch import Tensor
 
 from nanoengine import SamplingParams
-from nanoengine.config.model import DeltaConfig
+from nanoengine.config.model import RecurrentConfig
 from nanoengine.context import ForwardContext, RecurrentState, StepRows
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kv.block_manager import Block
 from nanoengine.kv.state_slots import StateSnapshots
-from nanoengine.models.delta_net import DeltaNet, gated_delta
+from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.mamba import MambaNet, RecurrentNet, recurrence
 from nanoengine.startup import memory_plan
 
 SHAPES = {
-    "as in Qwen": DeltaConfig((0,), 1, 3, 128, 128, 4),
-    "odd sizes": DeltaConfig((0,), 2, 4, 12, 75, 3),
+    "as in Qwen": RecurrentConfig((0,), 1, 3, 128, 128, 4),
+    "odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3),
+    "Mamba-2": RecurrentConfig((0,), 1, 3, 128, 64, 4, rule="mamba"),
+    "Mamba-2 of odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3, rule="mamba"),
 }
-Rule = Callable[[Tensor, DeltaNet, RecurrentState, ForwardContext], Tensor]
+Rule = Callable[[Tensor, RecurrentNet, RecurrentState, ForwardContext], Tensor]
 
 
-def make_net(shape: DeltaConfig) -> DeltaNet:
+def make_net(shape: RecurrentConfig) -> RecurrentNet:
     generator = torch.Generator().manual_seed(1)
 
     def random_of(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator)
 
     heads = shape.num_value_heads
-    return DeltaNet(
-        shape,
-        random_of(shape.conv_size, shape.channels),
-        -random_of(heads).exp() / 8,
-        random_of(heads),
-        random_of(shape.value_dim),
-        1e-6,
-    )
+    conv = random_of(shape.conv_size, shape.channels)
+    decay, dt_bias = -random_of(heads).exp() / 8, random_of(heads)
+    if shape.rule == "delta":
+        return DeltaNet(shape, conv, decay, dt_bias, random_of(shape.value_dim), 1e-6)
+    bias, skip, norm = (random_of(n) for n in (shape.channels, heads, shape.value_size))
+    return MambaNet(shape, conv, bias, decay, dt_bias, skip, norm, 1e-6)
 
 
-def make_state(shape: DeltaConfig, dtype: torch.dtype) -> RecurrentState:
+def make_state(shape: RecurrentConfig, dtype: torch.dtype) -> RecurrentState:
     """Five slots of noise: what a new sequence finds there must not matter."""
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randn(5, shape.conv_size - 1, shape.channels, generator=generator).to(dtype)
@@ -63,7 +64,7 @@ def make_state(shape: DeltaConfig, dtype: torch.dtype) -> RecurrentState:
 
 def run_step(
     rule: Rule,
-    net: DeltaNet,
+    net: RecurrentNet,
     state: RecurrentState,
     x: Sequence[Tensor],
     done: Sequence[int],
@@ -79,24 +80,24 @@ def run_step(
 
 
 def rules(kernels: CpuKernels) -> dict[str, Rule]:
-    def in_c(x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:
+    def in_c(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:
         out = x.new_empty(len(x), net.shape.value_size)
-        kernels.gated_delta(x, net, state, ctx, out)
+        kernels.recurrence(x, net, state, ctx, out)
         return out
 
-    return {"C": in_c, "PyTorch": gated_delta}
+    return {"C": in_c, "PyTorch": recurrence}
 
 
-def some_rows(net: DeltaNet, dtype: torch.dtype, *lengths: int) -> list[Tensor]:
+def some_rows(net: RecurrentNet, dtype: torch.dtype, *lengths: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(n, sum(net.sizes), generator=generator).to(dtype) for n in lengths]
+    return [torch.randn(n, sum(net.shape.sizes), generator=generator).to(dtype) for n in lengths]
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_kernel_computes_what_pytorch_does(
-    kernels: CpuKernels, shape: DeltaConfig, dtype: torch.dtype
+    kernels: CpuKernels, shape: RecurrentConfig, dtype: torch.dtype
 ) -> None:
     """New sequences and others, prompts and decodes, in one step."""
     net = make_net(shape)
@@ -114,7 +115,7 @@ def test_the_kernel_computes_what_pytorch_does(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_bits_do_not_depend_on_cuts_batch_or_threads(
-    kernels: CpuKernels, shape: DeltaConfig, dtype: torch.dtype
+    kernels: CpuKernels, shape: RecurrentConfig, dtype: torch.dtype
 ) -> None:
     rule, net = rules(kernels)["C"], make_net(shape)
     rows, mate = some_rows(net, dtype, 61, 40)
@@ -132,11 +133,62 @@ def test_bits_do_not_depend_on_cuts_batch_or_threads(
         assert torch.equal(state.inputs[0], whole.inputs[2])
 
 
+@pytest.mark.parametrize("shape", [s for s in SHAPES.values() if s.rule == "mamba"])
+def test_mamba_is_its_formula(shape: RecurrentConfig) -> None:
+    """One sequence of one token after another, by a loop over heads."""
+    net, (rows,) = make_net(shape), some_rows(make_net(shape), torch.float32, 5)
+    assert isinstance(net, MambaNet)
+    state = make_state(shape, torch.float32)
+    (got,) = run_step(recurrence, net, state, [rows], [0], [1])
+    keys = shape.num_key_heads * shape.key_dim
+    mixed, z, dt = rows.split_with_sizes(shape.sizes, dim=1)
+    padded = torch.cat([torch.zeros(shape.conv_size - 1, shape.channels), mixed])
+    windows = padded.unfold(0, shape.conv_size, 1)  # [tokens, channels, conv_size]
+    mixed = torch.nn.functional.silu((windows * net.conv.T).sum(-1) + net.conv_bias)
+    c, b, x = mixed.split_with_sizes([keys, keys, shape.value_size], dim=1)
+    dt = torch.nn.functional.softplus(dt + net.dt_bias)
+    y = torch.empty(5, shape.value_size)
+    for head in range(shape.num_value_heads):
+        key = head * shape.num_key_heads // shape.num_value_heads * shape.key_dim
+        its = slice(head * shape.value_dim, (head + 1) * shape.value_dim)
+        s = torch.zeros(shape.value_dim, shape.key_dim)
+        for t in range(5):
+            of_b, of_c = (each[t, key : key + shape.key_dim] for each in (b, c))
+            s = s * (dt[t, head] * net.decay[head]).exp() + torch.outer(
+                dt[t, head] * x[t, its], of_b
+            )
+            y[t, its] = s @ of_c + net.skip[head] * x[t, its]
+    gated = (y * torch.nn.functional.silu(z)).view(5, shape.num_key_heads, -1)
+    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + net.eps)
+    torch.testing.assert_close(got, normed.flatten(1) * net.norm, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param("resident", marks=pytest.mark.breadth), "in_place", "stream"]
+)
+def test_mixers_without_a_feed_forward(tiny: Callable[[str], Path], mode: str) -> None:
+    """In chunks, on every tier, the second time from the cache, with guesses."""
+    path, prompts = tiny("nemotron-h"), some_prompts()
+    settings: dict[str, Any] = {"max_num_batched_tokens": 13, "max_num_seqs": 3}
+    if mode != "resident":
+        settings |= {"num_gpu_blocks": 6, "kv_offload_gib": 0.01, "offload_mode": mode}
+        settings |= {"slot_tokens": 16, "measure_speed": False}
+    driver = Driver(small_engine(path, **settings))
+    for is_again in (False, True):
+        outputs = driver.run(prompts)
+        assert_greedy(path, prompts, outputs, len(outputs[0].outputs[0].token_ids))
+        assert_logits_are_transformers(driver, path, outputs)
+        assert any(output.num_cached_tokens for output in outputs) == is_again
+    assert (driver.engine.kv.counters.h2d_bytes > 0) == (mode == "stream")
+    assert "3 of 5 layers have no KV but a state of" in str(driver.engine.plan)
+
+
 def some_prompts() -> list[list[int]]:
     rng = random.Random(5)
     return [[rng.randrange(256) for _ in range(length)] for length in (40, 3, 17, 64, 9)]
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -147,10 +199,10 @@ def some_prompts() -> list[list[int]]:
     ids=["chunks", "preempted", "run ahead"],
 )
 def test_states_follow_their_requests(
-    tiny: Callable[[str], Path], settings: dict[str, int]
+    tiny: Callable[[str], Path], settings: dict[str, int], name: str
 ) -> None:
     """Requests that come and go, are aborted and preempted: ids are transformers'."""
-    path = tiny("qwen3.5")
+    path = tiny(name)
     engine = small_engine(path, **settings)
     driver, prompts = Driver(engine), some_prompts()
     doomed = engine.add_request(prompts[3], SamplingParams(max_tokens=20))
@@ -160,7 +212,8 @@ def test_states_follow_their_requests(
     outputs = driver.run(prompts)
     assert_greedy(path, prompts, outputs, len(outputs[0].outputs[0].token_ids))
     assert ("num_gpu_blocks" in settings) == any(o.metrics.num_preemptions for o in outputs)
-    assert "2 of 3 layers have no KV but a state of" in str(engine.plan)
+    said = {"qwen3.5": "2 of 3 layers", "nemotron-h": "3 of 5 layers"}
+    assert f"{said[name]} have no KV but a state of" in str(engine.plan)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +250,10 @@ def test_texts_that_part_leave_a_snapshot_there(tiny: Callable[[str], Path]) -> 
     assert_greedy(path, [turn], [last], 16)
 
 
-def test_a_turn_goes_on_where_guesses_ended(tiny: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h"])
+def test_a_turn_goes_on_where_guesses_ended(tiny: Callable[[str], Path], name: str) -> None:
     """Right and wrong guesses are made, and still the state at the end of each block is kept."""
-    path, prompts = tiny("qwen3.5"), [([5, 16, 27] * 8)[:length] for length in range(14, 22)]
+    path, prompts = tiny(name), [([5, 16, 27] * 8)[:length] for length in range(14, 22)]
     params = SamplingParams(
         temperature=0, max_tokens=30, ignore_eos=True, allowed_token_ids=[5, 16, 27]
     )
@@ -289,5 +343,5 @@ def test_a_hybrid_of_attention_alone_has_no_states(tmp_path: Path) -> None:
     engine = small_engine(tmp_path, speculative="resident:2")
     prompts = some_prompts()
     assert_greedy(tmp_path, prompts, Driver(engine).run(prompts), 16)
-    assert engine.plan.kv.delta is None and engine.scheduler.turns.can_draft([])
+    assert engine.plan.kv.recurrent is None and engine.scheduler.turns.can_draft([])
     engine.close()

@@ -200,8 +200,8 @@ def test_a_conversion_says_how_its_outputs_are_ordered(
         folder = tmp_path / f"{keeps_codes}"
         folder.mkdir()
         convert_gguf(path, folder, keeps_codes)
-        delta = read_model_config(folder).delta
-        assert delta is not None and delta.out_tiles == tiles
+        recurrent = read_model_config(folder).recurrent
+        assert recurrent is not None and recurrent.out_tiles == tiles
         stored[keeps_codes] = load_file(folder / "model.safetensors")
     name = "model.layers.0.linear_attn.out_proj.weight"
     assert (stored[False][name].dtype, stored[True][name].dtype) == (torch.bfloat16, torch.uint8)

@@ -21,8 +21,8 @@ from nanoengine.models.shard import UNIT, WHOLE, Shard
 from nanoengine.models.weight_shapes import weight_shapes
 
 SPLIT = re.compile(
-    r"(q|k|v|qkv|q_b|kv_b|o|gate|up|gate_up|down|out)_proj\.|^lm_head\.|\.sinks$|in_proj_|conv1d|A_log|dt_bias"
-    r"|per_layer_(model_projection|input_gate|projection)\.|embed_tokens_per_layer"
+    r"(q|k|v|qkv|q_b|kv_b|o|gate|up|gate_up|down|out)_proj\.|^lm_head\.|\.sinks$|in_proj|conv1d|A_log|dt_bias"
+    r"|linear_attn\.D$|per_layer_(model_projection|input_gate|projection)\.|embed_tokens_per_layer"
 )
 
 
@@ -48,7 +48,9 @@ def test_the_parts_of_all_ranks_are_the_tensor(
         layer = re.search(r"layers\.(\d+)", tensor)
         kv_heads = config.shape(int(layer[1])).num_kv_heads if layer else 0
         is_shared = kv_heads == 1 and re.search(r"\.[kv]_proj", tensor)
-        is_split = size > 1 and SPLIT.search(tensor) is not None and not is_shared
+        is_mamba = config.recurrent is not None and config.recurrent.rule == "mamba"
+        of_mamba = is_mamba and tensor.endswith("linear_attn.norm.weight")
+        is_split = size > 1 and not is_shared and (bool(SPLIT.search(tensor)) or of_mamba)
         assert is_split == (len(parts[0]) < shape[axis]), tensor
         if is_split:
             assert torch.equal(torch.cat(parts).unique(), whole.flatten()), tensor
@@ -67,7 +69,7 @@ def test_value_heads_are_where_their_key_heads_are(
     value heads, then v, z, b and a of these.
     """
     config = read_model_config(tiny(name))
-    whole = config.delta
+    whole = config.recurrent
     assert whole is not None
     prefix, names = "model.layers.1.linear_attn.", ARCHITECTURES[config.architecture].recurrent
     # Each row is told by its place among all of them, in the order of DeltaNet.sizes.
@@ -85,7 +87,7 @@ def test_value_heads_are_where_their_key_heads_are(
         stored = {"qkv": torch.cat((q, k, v)), "z": z, "b": b, "a": a}
     for rank in range(size):
         shard = Shard(rank, size)
-        part = shard.config(config).delta
+        part = shard.config(config).recurrent
         assert part is not None and part.num_value_heads == values // size
         mine = {
             name: shard.take(f"{prefix}in_proj_{name}.weight", tensor, config)
@@ -171,12 +173,12 @@ def test_heads_that_cannot_be_divided_are_refused_with_what_can(
 
 def test_key_heads_of_recurrent_layers_are_divided_too(tiny: Callable[[str], Path]) -> None:
     config = read_model_config(tiny("qwen3.5"))
-    assert config.delta is not None
-    delta = replace(config.delta, num_key_heads=3, num_value_heads=6)
-    of_three = replace(config, num_heads=6, num_kv_heads=3, delta=delta)
+    assert config.recurrent is not None
+    recurrent = replace(config.recurrent, num_key_heads=3, num_value_heads=6)
+    of_three = replace(config, num_heads=6, num_kv_heads=3, recurrent=recurrent)
     Shard(0, 6).check(of_three)
     with pytest.raises(ConfigError, match=r"or the 6 heads and 3 key heads of its rec.* be 1$"):
-        Shard(0, 2).check(replace(config, delta=delta))
+        Shard(0, 2).check(replace(config, recurrent=recurrent))
 
 
 def test_kv_heads_of_every_layer_are_divided(tiny: Callable[[str], Path]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import small_gpu
 from nanoengine.config.engine import GIB, EngineConfig, make_config
-from nanoengine.config.model import DeltaConfig, ExpertsConfig, ModelConfig
+from nanoengine.config.model import ExpertsConfig, ModelConfig, RecurrentConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.startup.forecast import READ_EFFICIENCY, Forecaster, Hardware
 
@@ -139,8 +139,8 @@ def test_a_little_more_is_needed_than_is_there() -> None:
 
 
 def test_states_of_recurrent_layers_leave_less_for_kv() -> None:
-    recurrent = DeltaConfig(tuple(i for i in range(32) if i % 4 != 3), 16, 32, 128, 128, 4)
-    model = replace(LLAMA_8B, architecture="Qwen3_5ForCausalLM", delta=recurrent)
+    recurrent = RecurrentConfig(tuple(i for i in range(32) if i % 4 != 3), 16, 32, 128, 128, 4)
+    model = replace(LLAMA_8B, architecture="Qwen3_5ForCausalLM", recurrent=recurrent)
     made = forecaster(Hardware(0, 64 * GIB, 20.0, 25.0), model).forecast(None).plan
     used = made.weight_bytes + made.activation_bytes + made.kv.num_blocks * made.kv.block_bytes
     assert made.kv.state_bytes and used + made.kv.state_bytes <= 64 * GIB
