@@ -215,8 +215,9 @@ class BeamSearches:
     def step(self) -> int:
         """Run one engine step; returns how many searches it ended."""
         self._engine.step()
-        for search in reversed(self._open):  # resumed last is scheduled first: the oldest search
-            search.advance()
+        with self._engine.kv.blocks.at_once():
+            for search in reversed(self._open):  # resumed last is scheduled first: the oldest
+                search.advance()
         num_open = len(self._open)
         self._open = [search for search in self._open if not search.is_finished]
         return num_open - len(self._open)
@@ -225,7 +226,7 @@ class BeamSearches:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for search in self._open:
+        for search in self._open if self._engine.kv.blocks.is_whole else ():
             search.close()
 
 

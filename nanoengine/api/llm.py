@@ -39,7 +39,7 @@ from nanoengine.api.streaming import DeltaStream
 from nanoengine.api.turns import Turn, Turns
 from nanoengine.config.engine import NAMES, Settings, shows_settings
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.engine.output_processor import RequestState, refused
+from nanoengine.engine.output_processor import RequestState
 from nanoengine.errors import (
     InvalidPromptError,
     RequestError,
@@ -72,7 +72,8 @@ class LLM:
         engine = LLMEngine(model, **settings)
         logger.info("%s", engine.plan)
         self.llm_engine = engine
-        self._turns = Turns(engine.check_open, engine.abort, engine.close)
+        calls = engine.check_open, engine.abort, engine.close, lambda: engine.kv.blocks.is_whole
+        self._turns = Turns(*calls)
         # Runs also when this object is collected and when Python exits: a thread that ends inside
         # PyTorch aborts the process.
         weakref.finalize(self, self._turns.close)
@@ -223,7 +224,7 @@ class LLM:
                 except RequestError as error:
                     if single:
                         raise
-                    output = refused(request.text, request.prompt, error)
+                    output = request.refused(error)
                     ids = output.prompt_token_ids
                     searches.append(BeamSearchOutput(output.prompt, ids, [], error))
                     bar.update()
@@ -353,11 +354,11 @@ class LLM:
                     except RequestError as error:
                         if single:
                             raise
-                        outputs[index] = refused(request.text, request.prompt, error)
+                        outputs[index] = request.refused(error)
                 for output in self._run(set(positions), use_tqdm, turn):
                     outputs[positions[output.request_id]] = output
             except BaseException:
-                self.llm_engine.abort(map(int, positions))
+                self._turns.abort([*map(int, positions)])
                 raise
         answers = [outputs[index] for index in range(len(requests))]
         _warn_of_failures(answers)

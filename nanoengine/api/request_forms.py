@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError, shown
+from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.known_names import unknown_name
 from nanoengine.text.tokenizer import Tokenizer
@@ -38,6 +39,13 @@ class GivenPrompt:
         if self.error is not None:
             raise self.error
         return self.prompt, self.text, self.cache_salt
+
+    def refused(self, error: RequestError) -> RequestOutput:
+        """The output of a prompt that never enters the engine."""
+        prompt = self.prompt
+        ids = [t for t in prompt if type(t) is int] if isinstance(prompt, list | tuple) else []
+        text = prompt if isinstance(prompt, str) else self.text
+        return RequestOutput(-1, text, ids, [CompletionOutput(0, "", [], "error")], error=error)
 
 
 def is_single(prompts: object) -> bool:

@@ -29,13 +29,17 @@ class Turns:
         check_open: Callable[[], None],
         abort: Callable[[list[int]], object],
         close: Callable[[], None],
+        is_whole: Callable[[], bool] = lambda: True,
     ) -> None:
         """check_open: raises unless the engine can be used. abort: ends the requests with these
-        ids. close: frees the engine; closing twice is fine.
+        ids. close: frees the engine; closing twice is fine. is_whole: whether nothing is half done
+        that must be done at once; a turn that ends otherwise closes the engine.
         """
         self._check_open = check_open
         self._abort = abort
         self._close = close
+        self.is_whole = is_whole
+        self._failure: BaseException | None = None
         self._home = HomeProcess()
         self._lock = threading.RLock()  # a signal handler may close where its thread holds the lock
         self._owner: int | None = None  # the thread that uses the engine or ends abandoned requests
@@ -80,9 +84,26 @@ class Turns:
 
     def check(self) -> None:
         """Raise unless the engine can be used and is not about to be closed."""
+        if self._failure is not None:
+            said = f"the engine failed and was closed: {self._failure!r}; make a new LLM"
+            raise EngineClosedError(said) from self._failure
         self._check_open()
         if self._is_closing:
             raise EngineClosedError("the engine was closed; make a new LLM")
+
+    def abort(self, request_ids: list[int]) -> None:
+        """End requests in the calling thread's turn, unless the engine is about to be closed for
+        what is half done.
+        """
+        if self.is_whole():
+            self._abort(request_ids)
+
+    def fail(self, error: BaseException) -> None:
+        """A step of the calling thread's turn raised this: if it left something half done, the
+        engine is closed at the end of the turn.
+        """
+        if not self.is_whole():
+            self._failure, self._is_closing = error, True
 
     def end(self) -> None:
         """End the calling thread's turn, and close or abort as requested meanwhile."""
@@ -115,14 +136,15 @@ class Turns:
         while self._abandoned:
             ids = [self._abandoned.popleft() for _ in range(len(self._abandoned))]
             with suppress(EngineError):  # closed, or of the process before a fork
-                self._abort(ids)
+                self.abort(ids)
 
 
 class Turn:
     """One call's use of the engine: `with Turn(turns) as turn`, and turn.run(step) for each step.
 
     Ctrl-C is delayed until the end of the current step or the turn, and never lost; a second one
-    interrupts the step. It is not delayed outside the main thread, or if other code handles SIGINT.
+    interrupts the step, but not what must be done at once. It is not delayed outside the main
+    thread, or if other code handles SIGINT.
     """
 
     def __init__(self, turns: Turns) -> None:
@@ -161,6 +183,9 @@ class Turn:
         self._may_break = True
         try:
             return step()
+        except BaseException as error:
+            self._turns.fail(error)
+            raise
         finally:
             self._may_break = False
 
@@ -173,6 +198,6 @@ class Turn:
 
     def _hold(self, signum: int, frame: FrameType | None) -> None:
         self._num_held += 1
-        if self._num_held > 1 and self._may_break:
+        if self._num_held > 1 and self._may_break and self._turns.is_whole():
             self._may_break = False  # the cleanup after the step is not interrupted again
             raise KeyboardInterrupt

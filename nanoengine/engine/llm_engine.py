@@ -147,33 +147,33 @@ class LLMEngine:
 
         If runs_ahead, the next step begins before the tokens of this one are read.
         """
-        scheduler, runner = self.scheduler, self.runner
-        step = self._under_way
+        scheduler, runner, at_once = self.scheduler, self.runner, self.kv.blocks.at_once
+        step, self._under_way = self._under_way, None
         if step is None:
-            batch = scheduler.schedule()
-            if not batch.items:
-                if scheduler.has_work:
-                    raise EngineError(
-                        "no request can go on; this is a fault of the engine, not of a request"
-                    )
-                return []
+            with at_once():
+                batch = scheduler.schedule()
+                if not (batch.items or scheduler.has_work):
+                    return []
+                if not batch.items:
+                    raise EngineError("no request can go on; this is a fault of the engine")
             step = runner.launch(batch)  # if it raises, nothing was counted: it can run again
-            self._under_way = step
-        ahead = scheduler.schedule_ahead(step.batch) if self.runs_ahead else None
-        self._under_way = runner.launch(ahead, step) if ahead else None
+        with at_once():
+            ahead = scheduler.schedule_ahead(step.batch) if self.runs_ahead else None
+        under_way = runner.launch(ahead, step) if ahead else None
         self.batch, token_ids, next_guesses = step.read()
-        step.scores.append_to_sequences(self.batch, token_ids)
-        failed = self.kv.take_failures(self.batch)
-        ended = scheduler.postprocess(self.batch, token_ids, failed, next_guesses)
-        if not scheduler.running:
-            self._under_way = None  # no sequence is left that wants its tokens
-        return self.outputs.finish(ended, self.batch.num_tokens)
+        with at_once():
+            step.scores.append_to_sequences(self.batch, token_ids)
+            failed = self.kv.take_failures(self.batch)
+            ended = scheduler.postprocess(self.batch, token_ids, failed, next_guesses)
+            self._under_way = under_way if scheduler.running else None  # nobody wants its tokens
+            return self.outputs.finish(ended, self.batch.num_tokens)
 
     def abort(self, request_ids: int | Iterable[int]) -> list[RequestOutput]:
         """End requests, free what they hold, and return what they had generated."""
         self.check_open()
         ids = [request_ids] if isinstance(request_ids, int) else request_ids
-        return self.outputs.finish(self.scheduler.abort(self.outputs.unfinished(ids)))
+        with self.kv.blocks.at_once():
+            return self.outputs.finish(self.scheduler.abort(self.outputs.unfinished(ids)))
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -186,6 +186,7 @@ class LLMEngine:
         of the process this does nothing: threads and memory are the first process's.
         """
         if self._runner is not None and self._home.is_here:
-            self.scheduler.abort([*self.scheduler.running, *self.scheduler.waiting])
+            if self.kv.blocks.is_whole:
+                self.scheduler.abort([*self.scheduler.running, *self.scheduler.waiting])
             self._runner = self._under_way = None
             self._open_parts.close()

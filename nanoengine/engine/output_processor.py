@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from nanoengine.engine.completion import Completion, token_logprobs
-from nanoengine.errors import RequestError
-from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta, TokenLogprobs
+from nanoengine.outputs import RequestOutput, StreamDelta, TokenLogprobs
 from nanoengine.sequence import RequestMetrics, Sequence
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -147,10 +146,3 @@ class OutputProcessor:
     def decode(self, token_ids: list[int]) -> str:
         """Text of token ids, special ones left out; "" without a tokenizer."""
         return self._tokenizer.decode(token_ids) if self._tokenizer else ""
-
-
-def refused(text: str | None, prompt: object, error: RequestError) -> RequestOutput:
-    """The output of a request that never entered the engine."""
-    ids = [t for t in prompt if type(t) is int] if isinstance(prompt, list | tuple) else []
-    text = prompt if isinstance(prompt, str) else text
-    return RequestOutput(-1, text, ids, [CompletionOutput(0, "", [], "error")], error=error)

@@ -140,7 +140,7 @@ class BlockManager:
 
     cached: unreferenced published blocks, least recently used first. by_digest: the published
     blocks by the digest of their key. in_flight: the id of the sequence that computes a block, by
-    its digest.
+    its digest. is_whole: False in the middle of at_once(), for good where an error left it.
     """
 
     def __init__(self, num_device: int, num_host: int = 0, spare: int = 0) -> None:
@@ -153,6 +153,14 @@ class BlockManager:
         self._cached_on_device: OrderedDict[Block, None] = OrderedDict()  # those with a device slot
         self.by_digest: dict[bytes, Block] = {}
         self.in_flight: dict[bytes, int] = {}
+        self.is_whole = True
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Bookkeeping: an error in the middle leaves blocks and sequences that do not agree."""
+        was_whole, self.is_whole = self.is_whole, False
+        yield
+        self.is_whole = was_whole
 
     @property
     def num_available(self) -> int:

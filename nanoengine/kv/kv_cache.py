@@ -227,14 +227,15 @@ class HybridKVCacheManager:
 
     def open_step(self, batch: ScheduledBatch) -> OpenStep:
         """Place the blocks that the step writes, plan what it reads, and start its transfers."""
-        self._heat.fold()
-        self._states.keep(batch)
-        planned = self._planner.plan(batch, self.tables)
-        self.peak_streamed = max(self.peak_streamed, len(planned.streamed))
-        # Without streams only steps that check drafts measure heat: others are replayed.
-        if planned.drafts or (planned.streamed and self.spec.slot_blocks):
-            self._heat.begin(batch, self.tables)
-        return OpenStep(planned, batch, self.memory, self._planner, self._heat)
+        with self.blocks.at_once():
+            self._heat.fold()
+            self._states.keep(batch)
+            planned = self._planner.plan(batch, self.tables)
+            self.peak_streamed = max(self.peak_streamed, len(planned.streamed))
+            # Without streams only steps that check drafts measure heat: others are replayed.
+            if planned.drafts or (planned.streamed and self.spec.slot_blocks):
+                self._heat.begin(batch, self.tables)
+            return OpenStep(planned, batch, self.memory, self._planner, self._heat)
 
     # -- for the engine and its user ---------------------------------------------------------------
 
@@ -277,8 +278,7 @@ class HybridKVCacheManager:
         for table in self.tables.values():
             for block in table.held:
                 references[block] = references.get(block, 0) + 1
-            held = sum(block.num_tokens for block in table.held)
-            held += table.num_released * self.spec.block_size
+            held = sum(b.num_tokens for b in table.held) + table.num_released * self.spec.block_size
             assert held >= table.seq.num_computed, "computed tokens without KV"
         self.blocks.check(references)
         self._states.check()
@@ -303,8 +303,7 @@ class HybridKVCacheManager:
     def _blocks_of(self, failure: FailedTransfer) -> set[Block]:
         """The blocks of a failed copy that can still be reached."""
         tables = (block for table in self.tables.values() for block in table.blocks)
-        ids = set(failure.block_ids)
-        return {block for block in (*tables, *self.blocks.cached) if block.block_id in ids}
+        return {b for b in (*tables, *self.blocks.cached) if b.block_id in failure.block_ids}
 
     def _give_up(self, block: Block, is_lost: bool) -> None:
         """A copy of the block failed. If its content is lost, unpublish it. Otherwise a load failed

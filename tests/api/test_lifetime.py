@@ -22,7 +22,12 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.api.async_llm import AsyncLLM
 from nanoengine.api.turns import Turns
 from nanoengine.devices.copy_streams import WorkerStream
-from nanoengine.errors import EngineClosedError, EngineError, ForkedProcessError
+from nanoengine.errors import (
+    EngineClosedError,
+    EngineError,
+    ForkedProcessError,
+    OutOfMemoryError,
+)
 
 Tiny = Callable[[str], Path]
 Threads = Callable[[], set[threading.Thread]]
@@ -307,6 +312,54 @@ def test_a_second_ctrl_c_breaks_the_step_and_a_third_does_not_break_the_cleaning
             llm.generate("a", GREEDY, use_tqdm=False)
     assert not went_on and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert_all_free(engine)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_ctrl_c_does_not_cut_bookkeeping_in_half(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, schedule, went_on = llm.llm_engine, llm.llm_engine.scheduler.schedule, []
+
+    def impatient() -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        went_on.append(1)
+        return schedule()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "schedule", impatient)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("a", GREEDY, use_tqdm=False)
+    assert went_on == [1] and not engine.has_unfinished_requests
+    assert_all_free(engine)
+
+
+def refused_memory(*_: Any) -> Any:
+    raise OutOfMemoryError("host memory for KV blocks 0 to 9 could not be allocated")
+
+
+@pytest.mark.parametrize("where", ["the host pool", "the scheduler", "the prefix cache"])
+def test_a_step_that_fails_in_its_bookkeeping_closes_the_engine(
+    tiny: Tiny, our_threads: Threads, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Blocks may be counted as stored that are not: who reads them later would get other text."""
+    llm = LLM(tiny("llama"), **STREAM)
+    kv = llm.llm_engine.kv
+    broken: tuple[Any, str] = {
+        "the host pool": (kv.memory.offload.host, "block"),  # type: ignore[union-attr]
+        "the scheduler": (llm.llm_engine.scheduler, "_admit_waiting"),
+        "the prefix cache": (kv._prefix_cache, "publish"),
+    }[where]
+    other = llm.stream([7] * 20, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    next(other)
+    monkeypatch.setattr(*broken, refused_memory)
+    with pytest.raises(OutOfMemoryError, match="host memory"):
+        llm.generate([LONG, [8] * 60], GREEDY, use_tqdm=False)
+    for call in (lambda: next(other), lambda: llm.generate("x", GREEDY), llm.stats):
+        with pytest.raises(EngineClosedError, match="failed and was closed: OutOfMemoryError"):
+            call()
+    assert not our_threads()
+    llm.close()
 
 
 def in_fork(function: Callable[[], bool]) -> int:
