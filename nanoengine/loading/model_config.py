@@ -43,7 +43,8 @@ from nanoengine.loading.refused import (
 from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
 from nanoengine.loading.wrappers import WRAPPERS, text_config
 from nanoengine.models.architecture import Architecture
-from nanoengine.models.architectures import ARCHITECTURES, OUT_IS_TILED
+from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.models.families import OUT_IS_TILED
 from nanoengine.text.checked_json import (
     CheckedJson,
     has_file,
@@ -78,7 +79,6 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     latent = read_latent(content, num_heads) if architecture.latent else None
     usual = max(hidden_size // num_heads, 1)
     head_dim = latent.row_dim if latent else content.size("head_dim", usual)
-    recurrent = _recurrent(content, architecture, mixers, num_layers)
     windows = layer_windows(name, content.values, num_layers, content.path)
     of_layers = windows or (None,) * num_layers
     shapes = read_shapes(content, of_layers) if architecture.shapes_by_layer else ()
@@ -107,7 +107,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         query_pre_attn_scalar=_query_scalar(content, reads, latent),
         final_logit_softcap=_softcap(content, reads),
         wrapper=wrapper,
-        recurrent=recurrent,
+        recurrent=_recurrent(content, architecture, mixers, num_layers),
         bare_layers=tuple(i for i, mixer in enumerate(mixers) if mixer in (MAMBA, ATTENTION)),
         experts=read_experts(content, architecture.experts, num_layers),
         shapes=shapes,

@@ -21,10 +21,10 @@ def activation_bytes(
 ) -> int:
     """Upper bound of a step's temporary memory in bytes, from shapes (for devices not profiled).
 
-    Per token: residual stream and norm (fp32 and model dtype), the largest of qkv + attention
-    state, gate_up (of experts: with their rows, their results and the sum) and what a recurrent
-    layer holds; per row that samples, of which there are num_sampled, its logits and what sampling
-    makes of them. in_c: as in memory_plan.ModelFacts.
+    Per token: residual stream and norm (fp32 and model dtype), the inputs of all layers, and the
+    largest of qkv + attention state, gate_up (of experts: with their rows, their results and the
+    sum) and what a recurrent layer holds; per row that samples, of which there are num_sampled, its
+    logits and what sampling makes of them. in_c: as in memory_plan.ModelFacts.
     """
     shapes = [config.shape(layer) for layer in config.attention_layers]
     heads = config.num_heads * max(shape.head_dim for shape in shapes)
@@ -41,7 +41,11 @@ def activation_bytes(
     rule = states = 0
     if (recurrent := config.recurrent) is not None:
         rule, states = _delta_bytes(recurrent, element_size, in_c, feed_forward)
-    per_token = stream + max(attention, feed_forward, rule)
+    # Inputs of all layers live as long as the step; their norm takes most while they are made.
+    inputs = config.num_layers * config.layer_input_size
+    of_layer = inputs * element_size + max(attention, feed_forward, rule)
+    made = 3 * element_size if in_c else 4 * element_size + 8
+    per_token = stream + max(inputs * made, of_layer)
     if config.has_mtp:  # it has a residual stream of its own, of two vectors, and logits
         per_token += config.hidden_size * 6 * element_size
         per_row += config.vocab_size * 4

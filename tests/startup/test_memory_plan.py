@@ -47,6 +47,25 @@ MODEL = ModelConfig(
 OFFLOAD = {"enable_cpu_offload": True}
 STREAM = OFFLOAD | {"offload_mode": "stream"}
 # The config.json of a model in which recurrent layers hold most.
+GEMMA4_E2B = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "vocab_size": 500,
+    "vocab_size_per_layer_input": 500,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "hidden_size_per_layer_input": 64,
+    "num_kv_shared_layers": 20,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    "sliding_window": 64,
+    "max_position_embeddings": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
 HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "vocab_size": 64,
@@ -328,6 +347,30 @@ def test_a_recurrent_layer_holds_what_is_planned(
     if not in_c:
         monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
     settings = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "dtype": dtype}
+
+    def planned(**more: Any) -> int:
+        made = small_engine(tmp_path, load_format="dummy", **settings, **more)
+        made.close()
+        return made.plan.activation_bytes
+
+    estimated = planned()
+    monkeypatch.setattr(CpuDevice, "peak_bytes_of", lambda device, work: peak_bytes_of(work))
+    monkeypatch.setattr(CpuDevice, "computes_later", True)
+    measured = planned(num_gpu_blocks=None)
+    assert measured <= estimated <= 1.8 * measured
+
+
+@needs_compiler
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "PyTorch"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_inputs_of_all_layers_are_planned(
+    in_c: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Gemma 4 E2B with a quarter of its sizes: they are wider than its feed-forward."""
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4_E2B))
+    if not in_c:
+        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "dtype": dtype}
 
     def planned(**more: Any) -> int:
         made = small_engine(tmp_path, load_format="dummy", **settings, **more)

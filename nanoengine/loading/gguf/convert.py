@@ -33,7 +33,7 @@ from nanoengine.loading.gguf.settings import check_supported, model_config
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.gguf.tensors import TILED, GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
-from nanoengine.models.architectures import OUT_IS_TILED
+from nanoengine.models.families import OUT_IS_TILED
 from nanoengine.models.stored_codes import CODES_KEY, FORMATS, NEVER_CODES, TAKEN_APART
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ from torch import Tensor
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
-from nanoengine.models.architectures import ARCHITECTURES, OUT_IS_TILED
+from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.models.families import OUT_IS_TILED
 
 Order = npt.NDArray[np.intp]
 Config = Mapping[str, Any]  # the content of config.json

@@ -1,0 +1,180 @@
+"""What the architectures of a family share: parts of rows of ARCHITECTURES."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanoengine.models.architecture import ExpertNames, NormNames
+
+# config.json of Qwen3-Next and of Qwen 3.5, which differ in the order of projections.
+HYBRID: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+}
+# In the order of a GGUF, whose codes cannot move: RecurrentConfig.out_tiles. Conversions say so.
+OUT_IS_TILED = "linear_out_proj_is_tiled"
+HYBRID_READS = (
+    "partial_rotary_factor",
+    OUT_IS_TILED,
+    *(key for key in HYBRID if key.startswith("linear_")),
+)
+HYBRID_REQUIRES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": (None, "silu", "swish"),
+    "attn_output_gate": (None, True),
+    "mamba_ssm_dtype": (None, "float32"),
+}
+HYBRID_ROW: dict[str, Any] = {
+    "norm_offset": 1.0,
+    "qk_norm": "head",
+    "output_gate": True,
+    "mtp": "mtp",
+    "reads": HYBRID_READS,
+    "requires": HYBRID_REQUIRES,
+}
+HYBRID_EXPERTS = {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+# ERNIE 4.5.
+ERNIE: dict[str, Any] = {
+    "pairs_take_turns": True,
+    "requires": {
+        "hidden_act": (None, "silu", "swish"),
+        "use_bias": (None, False),
+        "moe_norm_min": (None, 1e-12),  # in models/experts.py it is 1e-20
+    },
+}
+ERNIE_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+}
+GEMMA_NORMS = NormNames(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+GEMMA_4: dict[str, Any] = {
+    "norms": GEMMA_NORMS,
+    "norm_offset": 0.0,
+    "qk_norm": "head",
+    "v_norm": True,
+    "activation": "gelu_pytorch_tanh",
+    "scales_embeddings": True,
+    "windows": "pattern",
+    "ropes_by_kind": True,
+    "shapes_by_layer": True,
+    "layer_scalar": True,
+    "reads": ("final_logit_softcapping", "query_pre_attn_scalar"),
+    "requires": {
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "query_pre_attn_scalar": (1,),
+        # Images alone are seen in both directions.
+        "use_bidirectional_attention": (None, False, "vision"),
+    },
+}
+GEMMA_4_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 1,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
+        },
+    },
+}
+# Dense GLM.
+GLM: dict[str, Any] = {
+    "fused": ("gate_up",),
+    "out_bias": False,
+    "pairs_take_turns": True,
+    "reads": ("partial_rotary_factor",),
+    "defaults": {
+        "attention_bias": True,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-7,
+    },
+}
+SCORES_BY_SIGMOID = ExpertNames(
+    scoring="sigmoid", has_choice_bias=True, group_best=2, shared="shared_experts"
+)
+# transformers reads neither key; the code that came with DeepSeek-V3 and vLLM do.
+CHOOSES_BY_SIGMOID = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
+LATENT_REQUIRES = {
+    "hidden_act": (None, "silu"),
+    "attention_bias": (None, False),
+    "moe_layer_freq": (None, 1),
+}
+LATENT: dict[str, Any] = {
+    "latent": True,
+    "mtp": "layer",
+    "requires": LATENT_REQUIRES | CHOOSES_BY_SIGMOID,
+}
+LATENT_DEFAULTS: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+# Of the scores, the embeddings, what is added to the residual stream, and (divided by) the logits.
+GRANITE_MULTIPLIERS = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
+NORMS_AFTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+HUNYUAN: dict[str, Any] = {
+    "qk_norm": "head",
+    "norms_of_heads": ("query_layernorm", "key_layernorm"),
+    "norms_turned": True,
+    "requires": {
+        "hidden_act": (None, "silu", "swish"),
+        "mlp_bias": (None, False),
+        "moe_layer_num_skipped": (None, 0),
+        "norm_topk_prob": (None, True),
+        "use_cla": (None, False),
+        "use_qk_norm": (None, True),
+    },
+    "defaults": {
+        "max_position_embeddings": 2048,
+        "moe_topk": 1,
+        "num_experts": 1,
+        "num_shared_expert": 1,
+        "rms_norm_eps": 1e-5,
+    },
+}
+# OLMo 2 and 3.
+OLMO: dict[str, Any] = {
+    "norms": NORMS_AFTER,
+    "norm_offset": 0.0,
+    "qk_norm": "all heads",
+    "requires": {"hidden_act": (None, "silu")},
+}
