@@ -130,7 +130,10 @@ NO_ORDER = Fault(
     "atomic_store_explicit(&mine->published, piece + 1, memory_order_relaxed);",
     r"data race(?:.*\n)+.* pass_piece ",
 )
-KERNELS = "tests/kernels/test_cpu_kernels.py tests/attention/test_windows.py::test_the_c_kernel"
+KERNELS = (
+    "tests/kernels/test_cpu_kernels.py tests/attention/test_windows.py::test_the_c_kernel "
+    "tests/models/test_recurrent.py::test_the_kernel_computes_what_pytorch_does"
+)
 PRODUCTS = (
     "tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_codes.py "
     "tests/kernels/test_cpu_bounds.py "

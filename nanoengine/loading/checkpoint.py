@@ -47,7 +47,7 @@ PACKED_DTYPES = {"U8": torch.bfloat16}  # of MXFP4, and what it becomes
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Heads that guess further tokens; the model does not need them (mtp_names.py says who does).
 GUESSING_HEADS = ("mtp.", "model.mtp_")
-GUESSING_PART = f"{MTP_JOIN}.weight"
+HEADS_PART = f"{MTP_JOIN}.weight"
 # Buffers in old checkpoints, which models compute themselves.
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)
 # Ends of the names of scales that quantised checkpoints hold for other engines.
@@ -284,16 +284,17 @@ def _read_formats(path: Path, text: str) -> dict[str, str]:
     return formats
 
 
-def ignorable_tensors(config: ModelConfig) -> tuple[str, ...]:
+def ignorable_tensors(config: ModelConfig, stored: Iterable[str] = ()) -> tuple[str, ...]:
     """Beginnings and ends of tensor names that no model needs but a checkpoint may hold; for
-    `check_names`.
+    `check_names`. stored: the names in the checkpoint, which may have several heads.
     """
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
-    head = f"model.layers.{config.num_layers}."
+    heads = {f"model.layers.{config.num_layers}."}
+    heads |= {n.removesuffix(HEADS_PART) for n in stored if n.endswith(HEADS_PART)}
     has_one = bool(ARCHITECTURES[config.architecture].mtp)
     shared = (i for i, shape in enumerate(config.shapes) if shape.source != i)
     unread = (f"model.layers.{i}.self_attn.{part}" for i in shared for part in ("k_", "v_"))
-    return (*COMPUTED_BUFFERS, *tied, *([head] if has_one else []), *unread)
+    return (*COMPUTED_BUFFERS, *tied, *(heads if has_one else ()), *unread)
 
 
 def check_names(
@@ -303,15 +304,14 @@ def check_names(
 ) -> None:
     """Check that the checkpoint holds exactly the tensors `needed` (name to shape, before fusion).
 
-    Unneeded tensors whose names begin or end with one of `ignorable` are allowed, and those of
-    heads that guess further tokens: GUESSING_HEADS, and layers with GUESSING_PART. Raises
+    Unneeded tensors whose names begin or end with one of `ignorable` are allowed, and
+    GUESSING_HEADS. Raises
     WeightMismatchError with the missing, unexpected and wrongly shaped tensors, and
     UnsupportedModelError for a needed tensor that is not float32, float16 or bfloat16.
     """
     present = reader.names()
     missing = sorted(needed.keys() - present)
-    heads = (n.removesuffix(GUESSING_PART) for n in present if n.endswith(GUESSING_PART))
-    allowed = (*ignorable, *heads)
+    allowed = tuple(ignorable)
     unexpected = sorted(
         name
         for name in present - needed.keys()

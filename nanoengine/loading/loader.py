@@ -106,7 +106,7 @@ def load_model(
         reader.rename(parts)
         if isinstance(reader, PackedReader):
             reader.leave_out_zero_biases(shapes)
-        check_names(shapes, reader, ignorable_tensors(config))
+        check_names(shapes, reader, ignorable_tensors(config, reader.names()))
 
         def source(name: str) -> Weight:
             is_kept = keeps_codes and not name.endswith(NEVER_CODES)

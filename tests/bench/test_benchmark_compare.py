@@ -42,7 +42,7 @@ from benchmarks.limits import (
 )
 from nanoengine import LLM, SamplingParams
 from nanoengine.bench.main import workload
-from nanoengine.config.model import DeltaConfig, ExpertsConfig, ModelConfig, RopeConfig
+from nanoengine.config.model import ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
 from nanoengine.errors import ConfigError
 from nanoengine.loading.find_model import read_config_of
 
@@ -458,10 +458,10 @@ def test_a_step_reads_the_experts_of_one_token_and_no_kv_of_recurrent_layers() -
     and a feed-forward.
     """
     experts = ExpertsConfig(count=4, top_k=2, inner_size=6, renormalises=True, dense_layers=(1,))
-    delta = DeltaConfig(
+    rule = RecurrentConfig(
         (1,), num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4, conv_size=4
     )
-    hybrid = replace(CONFIG, architecture="Qwen3_5MoeForCausalLM", experts=experts, delta=delta)
+    hybrid = replace(CONFIG, architecture="Qwen3_5MoeForCausalLM", experts=experts, recurrent=rule)
     attention = 3 * 8 * 8 + 2 * 8 * 4  # q twice as wide, k and v, o
     of_experts = 8 * 4 + 8 + 2 * 3 * 8 * 6  # the router, a gate, and two of four
     recurrent = (
