@@ -49,7 +49,10 @@ def fetch_config(name: str, folder: Path) -> Path:
         if isinstance(cached, str):
             return Path(cached).parent
         # Without a network it fails at once; hf_hub_download tries for 25 s.
-        return Path(snapshot_download(name, allow_patterns=["config.json"], local_dir=folder))
+        snapshot_download(name, allow_patterns=["config.json"], local_dir=folder)
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError("it has no config.json")
+        return folder
 
 
 @contextmanager

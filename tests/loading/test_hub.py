@@ -122,6 +122,10 @@ def test_a_shape_that_cannot_be_downloaded_says_what_to_do(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once: it does not try again for 25 s."""
+    with monkeypatch.context() as there:
+        there.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: None)
+        with pytest.raises(ModelNotFoundError, match=r"downloaded \(it has no config\.json\)"):
+            read_config_of(NAME)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     start = time.perf_counter()
