@@ -13,28 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from driver import assert_tiers_agree, small_engine
-from marks import needs_compiler
-from replays import watch_replays
+from driver import small_engine
 from safetensors.torch import load_file, save_file
-from tiers import LAYOUTS, run
 from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.model_config import read_model_config
-
-
-@needs_compiler
-@pytest.mark.usefixtures("our_products")
-@pytest.mark.parametrize("name", ["ernie", "ernie-moe"])
-def test_bfloat16_on_every_tier_has_the_same_bits_and_is_replayed(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    replays = watch_replays(monkeypatch)
-    runs = {layout: run(tiny(name), **settings) for layout, settings in LAYOUTS.items()}
-    assert_tiers_agree(runs)
-    assert replays
 
 
 def test_a_head_that_guesses_is_left_out(tiny: Callable[[str], Path], tmp_path: Path) -> None:

@@ -6,33 +6,15 @@ Logits and ids in fp32, on every tier, are tested with the other architectures' 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import assert_tiers_agree
-from marks import needs_compiler
-from replays import watch_replays
-from tiers import LAYOUTS, run
 from transformers import Exaone4Config
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.model_config import read_model_config
-
-
-@needs_compiler
-@pytest.mark.usefixtures("our_products")
-@pytest.mark.parametrize("name", ["exaone4", "glm4"])
-def test_bfloat16_on_every_tier_has_the_same_bits_and_is_replayed(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    replays = watch_replays(monkeypatch)
-    runs = {layout: run(tiny(name), **settings) for layout, settings in LAYOUTS.items()}
-    assert_tiers_agree(runs)
-    assert replays
-
 
 # -- config.json
 

@@ -12,26 +12,13 @@ from typing import Any
 
 import pytest
 from checkpoints import COMMON, reference, reference_greedy
-from driver import GREEDY, Driver, assert_tiers_agree, small_engine
+from driver import GREEDY, Driver, small_engine
 from marks import needs_compiler
-from replays import watch_replays
-from tiers import LAYOUTS, run
 
 from nanoengine.config.model import Factors
 from nanoengine.errors import CorruptModelError
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.loading.model_config import read_model_config
-
-
-@needs_compiler
-@pytest.mark.usefixtures("our_products")
-def test_bfloat16_on_every_tier_has_the_same_bits_and_is_replayed(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replays = watch_replays(monkeypatch)
-    runs = {layout: run(tiny("granite"), **settings) for layout, settings in LAYOUTS.items()}
-    assert_tiers_agree(runs)
-    assert replays
 
 
 @needs_compiler

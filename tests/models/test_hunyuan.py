@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import reference, reference_greedy
-from driver import GREEDY, Driver, assert_tiers_agree, small_engine
-from marks import needs_compiler
-from replays import watch_replays
-from tiers import LAYOUTS, run
+from driver import GREEDY, Driver, small_engine
 from transformers import HunYuanDenseV1Config
 from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import (
     HunYuanDenseV1RotaryEmbedding,
@@ -26,18 +23,6 @@ from nanoengine.config.model import ModelConfig
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.rope import inverse_frequencies
-
-
-@needs_compiler
-@pytest.mark.usefixtures("our_products")
-@pytest.mark.parametrize("name", ["hunyuan", "hunyuan-moe"])
-def test_bfloat16_on_every_tier_has_the_same_bits_and_is_replayed(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    replays = watch_replays(monkeypatch)
-    runs = {layout: run(tiny(name), **settings) for layout, settings in LAYOUTS.items()}
-    assert_tiers_agree(runs)
-    assert replays
 
 
 @pytest.mark.parametrize("draft", ["ngram:3", "resident:2"])

@@ -6,16 +6,11 @@ Logits and ids in fp32 are tested with the other architectures' (TINY).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from driver import assert_tiers_agree
-from marks import needs_compiler
-from replays import watch_replays
-from tiers import LAYOUTS, run
 from transformers import Ministral3Config
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
@@ -31,17 +26,6 @@ def test_factors_are_transformers() -> None:
         rope = RopeConfig(1e6, query_beta=beta, original_max_position=original)
         theirs = get_llama_4_attn_scale(positions[None], beta, original).flatten()
         assert torch.equal(query_factors(rope, positions), theirs)
-
-
-@needs_compiler
-@pytest.mark.usefixtures("our_products")
-def test_bfloat16_on_every_tier_has_the_same_bits_and_is_replayed(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replays = watch_replays(monkeypatch)
-    runs = {layout: run(tiny("ministral3"), **settings) for layout, settings in LAYOUTS.items()}
-    assert_tiers_agree(runs)
-    assert replays
 
 
 # -- config.json

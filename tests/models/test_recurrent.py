@@ -163,26 +163,6 @@ def test_mamba_is_its_formula(shape: RecurrentConfig) -> None:
     torch.testing.assert_close(got, normed.flatten(1) * net.norm, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("resident", marks=pytest.mark.breadth), "in_place", "stream"]
-)
-def test_mixers_without_a_feed_forward(tiny: Callable[[str], Path], mode: str) -> None:
-    """In chunks, on every tier, the second time from the cache, with guesses."""
-    path, prompts = tiny("nemotron-h"), some_prompts()
-    settings: dict[str, Any] = {"max_num_batched_tokens": 13, "max_num_seqs": 3}
-    if mode != "resident":
-        settings |= {"num_gpu_blocks": 6, "kv_offload_gib": 0.01, "offload_mode": mode}
-        settings |= {"slot_tokens": 16, "measure_speed": False}
-    driver = Driver(small_engine(path, **settings))
-    for is_again in (False, True):
-        outputs = driver.run(prompts)
-        assert_greedy(path, prompts, outputs, len(outputs[0].outputs[0].token_ids))
-        assert_logits_are_transformers(driver, path, outputs)
-        assert any(output.num_cached_tokens for output in outputs) == is_again
-    assert (driver.engine.kv.counters.h2d_bytes > 0) == (mode == "stream")
-    assert "3 of 5 layers have no KV but a state of" in str(driver.engine.plan)
-
-
 def some_prompts() -> list[list[int]]:
     rng = random.Random(5)
     return [[rng.randrange(256) for _ in range(length)] for length in (40, 3, 17, 64, 9)]
@@ -219,9 +199,12 @@ def test_states_follow_their_requests(
 @pytest.mark.parametrize(
     "mode", [pytest.param("resident", marks=pytest.mark.breadth), "in_place", "stream"]
 )
-def test_experts_behind_recurrent_layers(tiny: Callable[[str], Path], mode: str) -> None:
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "nemotron-h"])
+def test_experts_or_nothing_behind_recurrent_layers(
+    tiny: Callable[[str], Path], name: str, mode: str
+) -> None:
     """In chunks, on every tier, the second time from the cache."""
-    path, prompts = tiny("qwen3.5-moe"), some_prompts()
+    path, prompts = tiny(name), some_prompts()
     settings: dict[str, Any] = {"max_num_batched_tokens": 13, "max_num_seqs": 3}
     if mode != "resident":
         settings |= {"num_gpu_blocks": 6, "kv_offload_gib": 0.01, "offload_mode": mode}

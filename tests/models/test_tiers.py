@@ -1,0 +1,30 @@
+"""Bits of bfloat16 where KV is on the device, in place and streamed, by our C kernels.
+
+Logits and ids in fp32, on every tier, are in test_exactness.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from driver import assert_tiers_agree
+from marks import needs_compiler
+from replays import watch_replays
+from tiers import LAYOUTS, run
+
+DENSE = ("exaone4", "ernie", "gemma3", "gemma3-softcap", "glm4", "granite", "hunyuan", "ministral3")
+EXPERTS = ("ernie-moe", "hunyuan-moe")
+
+
+@needs_compiler
+@pytest.mark.usefixtures("our_products")
+@pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
+def test_every_tier_has_the_same_bits_and_decode_steps_are_replayed(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    replays = watch_replays(monkeypatch)
+    runs = {layout: run(tiny(name), **settings) for layout, settings in LAYOUTS.items()}
+    assert_tiers_agree(runs)
+    assert replays
