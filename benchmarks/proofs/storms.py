@@ -313,25 +313,34 @@ def leave_open(storm: Storm, kind: str, delay: float) -> None:
 
 
 def memory(storm: Storm) -> None:
-    """Memory runs out while an engine generates; it goes on when there is some again."""
+    """Memory runs out while an engine generates. It goes on when there is some again; if it ran out
+    in the bookkeeping, the engine is closed and says so.
+    """
     settings = SETTINGS | {"num_threads": 1, "num_gpu_blocks": 400}
-    with LLM(storm.model, **settings) as llm:
-        wanted = storm.tokens(llm)
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        for _ in range(storm.rounds):
-            room = storm.random.choice([0, 1 << 16, 1 << 20, 1 << 22, 1 << 24])
-            length = storm.random.randrange(100, 400)
-            prompts = [[storm.random.randrange(9, 250) for _ in range(length)] for _ in range(5)]
-            try:
-                resource.setrlimit(resource.RLIMIT_AS, (held_bytes() + room, most))
-                llm.generate(prompts, GREEDY, use_tqdm=False)
-                kind = "enough"
-            except (MemoryError, RuntimeError, EngineError, OSError) as error:
-                kind = f"{type(error).__name__}"
-            finally:
-                resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            storm.seen[kind] += 1
+    llm = LLM(storm.model, **settings)
+    wanted = storm.tokens(llm)
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    for _ in range(storm.rounds):
+        room = storm.random.choice([0, 1 << 16, 1 << 20, 1 << 22, 1 << 24])
+        length = storm.random.randrange(100, 400)
+        prompts = [[storm.random.randrange(9, 250) for _ in range(length)] for _ in range(5)]
+        try:
+            resource.setrlimit(resource.RLIMIT_AS, (held_bytes() + room, most))
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+            kind = "enough"
+        except (MemoryError, RuntimeError, EngineError, OSError) as error:
+            kind = f"{type(error).__name__}"
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        storm.seen[kind] += 1
+        try:
             storm.check(llm, wanted)
+        except EngineClosedError as error:
+            assert "the engine failed and was closed" in str(error)
+            storm.seen["closed"] += 1
+            llm = LLM(storm.model, **settings)
+            storm.check(llm, wanted)
+    llm.close()
     no_threads()
 
 
