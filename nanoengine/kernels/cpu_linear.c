@@ -796,7 +796,8 @@ int linear_in_panels(const call_t *call, const int64_t *panels, int64_t count) {
 enum { BOTH, GATES, DOWNS };
 
 typedef struct { /* the experts of a layer for some rows, filled by packed_experts.py; rows lie side by side */
-    const weight_t *const *gate_up, *const *up, *const *down; /* [experts]; up: NULL, or gate_up is gate */
+    /* [experts]; up: NULL, or gate_up is gate. With RELU2 gate_up is up, and there is no gate. */
+    const weight_t *const *gate_up, *const *up, *const *down;
     const char *x;                                /* [rows][k] */
     const int64_t *ids;                           /* [rows][top_k]: the experts of each row */
     const float *weights;                         /* [rows][top_k] */
@@ -830,7 +831,7 @@ static int64_t plan_experts(const experts_t *e) {
         const int64_t width = ITEM * gate_up->k, inner = ITEM * gate_up->outputs;
         const int64_t all = ITEM * down->k, given = ITEM * down->outputs;
         char *sorted = e->sorted + first * width, *gated = e->gated + first * inner;
-        const int64_t epilogue = FLOAT + gate_up->activation;
+        const int64_t epilogue = gate_up->activation ? FLOAT + gate_up->activation : STORE;
         if (e->up) {
             char *apart = e->apart + first * 2 * inner;
             e->calls[n] = (call_t){gate_up, sorted, apart, NULL, width, 2 * inner, rows, STORE, e->threads};
@@ -911,6 +912,16 @@ static void gate_choices(const experts_t *e, int64_t choices) {
     }
 }
 
+/* relu(up) * up of a row's choice, in place, where there is no gate. */
+INLINE void square_choice(const experts_t *e, int64_t choice) {
+    const int64_t inner = e->gate_up[0]->outputs;
+    for (int64_t at = 0; at < inner; at += LANES) {
+        const int n = (int)min64(LANES, inner - at);
+        char *up = e->gated + ITEM * (choice * inner + at);
+        store_n(up, relu2(load_f32(up, n, MODE)), n, MODE);
+    }
+}
+
 /* The results of a row's experts times their weights, added in the order of its choices. Each product is
  * rounded before it is added, as an operator by itself does. */
 static void add_up(const experts_t *e, int64_t row) {
@@ -935,6 +946,10 @@ static void multiply_gates(const experts_t *e, int64_t hit, int64_t threads) {
         memcpy(e->sorted + e->places[i] * width, e->x + i / e->top_k * width, (size_t)width);
     make_rows(e, e->calls, hit, e->sorted, threads);
     multiply_calls(e->calls, hit, threads);
+    if (e->activation == RELU2) {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < choices; i++) square_choice(e, i);
+    }
     if (!e->up) return;
     make_rows(e, e->calls + 2 * hit, hit, e->sorted, threads);
     multiply_calls(e->calls + 2 * hit, hit, threads);

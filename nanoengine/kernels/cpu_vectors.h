@@ -347,11 +347,14 @@ INLINE vf clamped_swiglu_of(vf gate, vf up) {
 }
 
 /* activation(gate) * up; the first is rounded first, as torch does in two steps, but in SWIGLU. */
-enum { SILU = 1, GELU, SWIGLU };
+enum { SILU = 1, GELU, SWIGLU, RELU2 }; /* RELU2 has no gate */
 INLINE vf gated(vf gate, vf up, const int activation, int mode) {
     if (activation == SWIGLU) return clamped_swiglu_of(gate, up);
     return rounded(activation == GELU ? gelu(gate) : silu(gate), mode) * up;
 }
+
+/* relu(x) * x. */
+INLINE vf relu2(vf x) { return pick(x < splat(0.0f), splat(0.0f), x * x); }
 
 /* A product that no compiler fuses with the sum after it. */
 #if defined(__x86_64__)

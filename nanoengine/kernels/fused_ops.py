@@ -99,6 +99,8 @@ class KernelOps(TorchOps):
         return q
 
     def gated(self, activation: str) -> Product:
+        if activation == "relu2":
+            return self.relu2
         kernels = {
             "silu": self._kernels.silu_mul,
             "gelu_pytorch_tanh": self._kernels.gelu_mul,
@@ -250,6 +252,9 @@ class PackedOps(CpuOps):
 
     def _expert(self, expert: ExpertWeights, activation: str) -> PackedExpert:
         """Gate and up, in one weight where they can be; and down."""
+        if expert.gate is None:
+            up = PackedApart(self.linear(expert.up), self.relu2, activation)
+            return up, self._products.pack(expert.down)
         biases, of_down = None, None
         if expert.biases is not None:
             *of_both, of_down = expert.biases
@@ -258,15 +263,13 @@ class PackedOps(CpuOps):
         down = self._products.pack(expert.down, of_down)
         if gate_up is not None:
             return gate_up, down
-        both = self.linear(
-            joined([expert.gate, expert.up]), None if biases is None else torch.cat(biases)
-        )
+        both = self.linear(joined(expert.gate_up), None if biases is None else torch.cat(biases))
         return PackedApart(both, self.gated(activation), activation), down
 
     def _are_one_call(self, experts: list[PackedExpert]) -> bool:
         """Whether C takes the experts: each is two weights, or each is three."""
         counts = {
-            len(gate_up.weights) if isinstance(gate_up, PackedGateUp) or gate_up.are_halves else 0
+            len(gate_up.weights) if isinstance(gate_up, PackedGateUp) or gate_up.is_one_call else 0
             for gate_up, _ in experts
         }
         return all(down.has_one_weight for _, down in experts) and counts in ({1}, {2})
@@ -376,7 +379,7 @@ class GpuOps(KernelOps):
             coded = [found for each in stored if (found := CodedExpert.of(each)) is not None]
             if len(coded) == config.count and len({each.formats for each in coded}) == 1:
                 return self._products.experts(router, coded, gated, gather)
-        if first.gate.dtype is not torch.bfloat16:
+        if first.up.dtype is not torch.bfloat16:
             raise ConfigError(ON_A_GPU)
         grouped = GroupedExperts(router, stored, config.count, gated, gather)
         if self._graphs is not None and grouped.host_waits:

@@ -27,10 +27,12 @@ BOTH, GATES, DOWNS = range(3)  # which half of a call, as in cpu_linear.c
 
 
 class PackedApart:
-    """activation(gate(x)) * up(x), where gate and up are two weights: of two formats."""
+    """activation(gate(x)) * up(x), where gate and up are two weights: of two formats. Or relu2 of
+    up(x), where there is no gate.
+    """
 
     def __init__(self, both: PackedLinear, gated: Map, activation: str) -> None:
-        """both: gate and up. gated: LayerOps.gated(activation)."""
+        """both: gate and up, or up. gated: LayerOps.gated(activation)."""
         self.weights, self.activation = both.weights, ACTIVATIONS[activation]
         self._both, self._gated = both, gated
 
@@ -39,10 +41,10 @@ class PackedApart:
         return self._gated(self._both(x))
 
     @property
-    def are_halves(self) -> bool:
-        """Whether its weights are gate and up, each of one format."""
-        gate, *others = (weight.outputs for weight in self.weights)
-        return others == [gate]
+    def is_one_call(self) -> bool:
+        """Whether its weights are gate and up, or up, each of one format."""
+        first, *others = (weight.outputs for weight in self.weights)
+        return others == ([] if self.activation == ACTIVATIONS["relu2"] else [first])
 
 
 # Gate and up, and down of one weight.
@@ -61,7 +63,9 @@ class PackedExperts:
         experts: Sequence[PackedExpert],
         gather: Map | None,
     ) -> None:
-        """experts: all with gate and up in one weight, or all with two. gather: as of Experts."""
+        """experts: all with gate and up in one weight, all with two, or all with up alone. gather:
+        as of Experts.
+        """
         self._workspace, self._router, self._gather = workspace, router, gather
         each = [(*gate_up.weights, down.weight) for gate_up, down in experts]
         first, self._experts = experts[0][0], each

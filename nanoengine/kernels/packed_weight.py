@@ -27,7 +27,7 @@ STORE, ADD, FLOAT = 0, 1, 2
 # The dtypes of numbers that are held in 16 bits and multiplied in float32.
 _NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
 # What gates of a packed weight go through, by the names of torch_ops.GATED, as in cpu_vectors.h.
-ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
+ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3, "relu2": 4}
 _BF12 = "BF12"  # of cpu_bf12.h: bfloat16 in 12 bits
 # The formats of cpu_codes.h, in its order.
 _FORMATS = {name: number for number, name in enumerate(("", *FORMATS, *_NARROW.values(), _BF12))}

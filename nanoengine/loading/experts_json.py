@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from nanoengine.config.engine import GIB
 from nanoengine.config.model import ExpertsConfig, ModelConfig
 from nanoengine.errors import CorruptModelError, UnsupportedModelError, shown
 from nanoengine.loading.checkpoint import ALL_ROWS, CheckpointReader, Part, Rows
+from nanoengine.loading.mixers import EXPERTS
 from nanoengine.loading.mxfp4 import GROUP, PACKED_BYTES
 from nanoengine.models.architecture import CHOICE_BIAS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
@@ -27,28 +28,31 @@ PACKED_EXPERTS = ("experts.gate_up_proj_blocks", "experts.down_proj_blocks")  # 
 MLP_KINDS = {"dense", "sparse"}
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 # Tensors for all experts of a layer: transformers' names, and those of Granite at the hub.
-_WHOLE = r"(?:experts\.(gate_up|down)_proj(_bias|_blocks)?|(input|output)_linear\.weight)"
+_WHOLE = r"(?:experts\.(gate_up|up|down)_proj(_bias|_blocks)?|(input|output)_linear\.weight)"
 _OF_LINEAR = {"input": "gate_up", "output": "down"}
 
 
 def read_experts(
-    content: CheckedJson, names: ExpertNames | None, num_layers: int
+    content: CheckedJson, names: ExpertNames | None, num_layers: int, mixers: Sequence[str] = ()
 ) -> ExpertsConfig | None:
-    """None if all layers are dense. Raises CorruptModelError for impossible numbers."""
+    """None if no layer has any. mixers: as mixers.read_pattern. Raises CorruptModelError for
+    impossible numbers.
+    """
     if names is None or (names.switch and not content.flag(names.switch)):
         return None
     if names.num_shared == "num_shared_expert":
         _even(content, ("num_experts", names.top_k, names.num_shared))
     # transformers 5 writes the first name for models that have another one at the hub.
     given = next((key for key in COUNTS if content.get(key) is not None), COUNTS[-1])
-    dense = _dense_layers(content, num_layers)
+    dense = tuple(i for i, mixer in enumerate(mixers) if not mixer.endswith(EXPERTS))
+    dense = dense if mixers else _dense_layers(content, num_layers)
     if content.get(given) == 0 or len(dense) == num_layers:
         return None
     count, inner = content.size(given, limit=MAX_EXPERTS), content.size(names.inner_size)
     renormalises, shared = names.renormalises, 0
     of_deepseek = names.shared == "shared_experts"
-    if names.shared == "shared_expert":
-        shared = content.size("shared_expert_intermediate_size")
+    if names.shared_size:
+        shared = content.size(names.shared_size)
     elif names.shared and content.get(names.num_shared) != 0:
         shared = inner * content.size(names.num_shared, limit=MAX_EXPERTS)
     return ExpertsConfig(
@@ -176,7 +180,7 @@ def about_packed(parts: Mapping[str, Part], reader: CheckpointReader, dtype: tor
 class _OfAll:
     """A stored tensor for all experts of a layer, in MXFP4 if its kind is "_blocks".
 
-    prefix: of the experts' own names. product: gate_up or down.
+    prefix: of the experts' own names. product: gate_up, up or down.
     """
 
     prefix: str
@@ -202,8 +206,8 @@ class _OfAll:
         self, count: int, names: ExpertNames, reader: CheckpointReader
     ) -> Iterator[tuple[str, Part]]:
         """The part of each expert; gate and up are halves of the rows, or take turns."""
-        if self.product == "down":
-            rows: dict[str, Rows] = {"down": ALL_ROWS}
+        if self.product != "gate_up":
+            rows: dict[str, Rows] = {self.product: ALL_ROWS}
         elif names.is_turned:
             rows = {"gate": (0, None, 2), "up": (1, None, 2)}
         else:

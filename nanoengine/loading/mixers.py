@@ -1,6 +1,7 @@
-"""Nemotron-H: a layer of the checkpoint is one thing: a Mamba-2 mixer, attention or a feed-forward.
+"""Nemotron-H: a layer of the checkpoint is one thing: a Mamba-2 mixer, attention, a feed-forward or
+experts.
 
-A mixer and the feed-forward behind it are one layer here; some mixers have none behind them.
+A mixer and the feed-forward or experts behind it are one layer here; some mixers have none.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from nanoengine.loading.layer_kinds import MAX_CONV_SIZE, MAX_STATE_DIM
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import CheckedJson
 
-MAMBA, ATTENTION, MLP = "M", "*", "-"
+MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
 _KINDS = {
     "linear_attention": MAMBA,
     "mamba": MAMBA,
     "full_attention": ATTENTION,
     "attention": ATTENTION,
     "mlp": MLP,
-    "moe": "E",
+    "moe": EXPERTS,
 }
 _ENDS = {
     "embeddings": "model.embed_tokens",
@@ -32,28 +33,23 @@ _ENDS = {
 
 
 def read_pattern(content: CheckedJson) -> list[str]:
-    """The mixers, with what is behind them: "M", "M-", "*" or "*-".
+    """The mixers, with what is behind them: "M", "M-" or "ME", "*", "*-" or "*E".
 
     Raises UnsupportedModelError.
     """
     listed, pattern = content.get("layers_block_type"), content.get("hybrid_override_pattern")
     if isinstance(listed, list) and all(isinstance(kind, str) for kind in listed):
         pattern = "".join(_KINDS.get(kind, "?") for kind in listed)
-    if isinstance(pattern, str) and "E" in pattern:
-        raise UnsupportedModelError(
-            f"{content.path}: a Nemotron-H with experts (Nemotron 3 Nano) is not supported yet; "
-            "Nemotron Nano v2 (9B, 12B) is"
-        )
-    if not isinstance(pattern, str) or not re.fullmatch(r"([M*]-?)+", pattern):
+    if not isinstance(pattern, str) or not re.fullmatch(r"([M*][-E]?)+", pattern):
         raise UnsupportedModelError(
             f"{content.path}: layers {shown(listed or pattern)} are not supported; a feed-forward "
-            "must follow a Mamba or attention layer"
+            "or experts must follow a Mamba or attention layer"
         )
     if ATTENTION not in pattern:
         raise UnsupportedModelError(
             f"{content.path}: no layer has attention, which is not supported"
         )
-    return re.findall("[M*]-?", pattern)
+    return re.findall("[M*][-E]?", pattern)
 
 
 def read_mamba(content: CheckedJson, mixers: list[str]) -> RecurrentConfig | None:

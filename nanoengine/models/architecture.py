@@ -34,11 +34,11 @@ class ExpertNames:
     ExpertsConfig; has_choice_bias: whether scores have a bias for the choice alone. group_best:
     ExpertsConfig's; 0: there are no groups. group_method: with which `topk_method` there are; "":
     with any. shared: the name of the expert that all tokens go to; "": none. num_shared: the key of
-    how many experts it is as wide as, if it is not "shared_expert". has_shared_gate: whether it has
-    a gate. top_k: the key of experts a token. switch: the key that says whether there are any; "":
-    there are. beside: if the experts' sum is added to what a feed-forward gives,
-    the norms after this, before the experts and after them; then the router has a norm and scales
-    of its own.
+    how many experts it is as wide as; shared_size: the key of its size, where there is one.
+    has_shared_gate: whether it has a gate. top_k: the key of experts a token. switch: the key that
+    says whether there are any; "": there are. beside: if the experts' sum is added to what a
+    feed-forward gives, the norms after this, before the experts and after them; then the router has
+    a norm and scales of its own.
     """
 
     inner_size: str = "moe_intermediate_size"
@@ -54,6 +54,7 @@ class ExpertNames:
     group_method: str = ""
     shared: str = ""
     num_shared: str = "n_shared_experts"
+    shared_size: str = ""
     has_shared_gate: bool = False
     top_k: str = "num_experts_per_tok"
     switch: str = ""
@@ -74,8 +75,8 @@ class Architecture:
     fused: what a checkpoint has one tensor for: "qkv", "gate_up".
     pairs_take_turns: the two numbers of a rotated pair are neighbours in a checkpoint, those that
     are rotated before the others.
-    activation: of the gate; a key of torch_ops.GATED.
-    is_gated: False: feed-forwards have no gate, but relu2 (layer_ops.LayerOps.relu2).
+    activation: of the gate; a key of torch_ops.GATED. is_gated: False: feed-forwards and experts
+    have no gate, but "relu2".
     mtp: how a checkpoint names the head for multi-token prediction that it may hold: "mtp", in
     names that begin so; "layer", as one more layer, as all are in a GGUF; "": it holds none.
     scales_embeddings: embeddings are multiplied by the root of hidden_size.

@@ -304,10 +304,18 @@ ARCHITECTURES = {
         },
     ),
     "NemotronHForCausalLM": Architecture(
-        "Nemotron-H and Nemotron Nano v2 (9B, 12B)",
+        "Nemotron-H, Nemotron Nano v2 (9B, 12B) and Nemotron 3 Nano (30B-A3B)",
         norm_offset=0.0,
+        activation="relu2",
         is_gated=False,
         pattern=True,
+        experts=ExpertNames(
+            scoring="sigmoid",
+            has_choice_bias=True,
+            group_best=2,
+            shared="shared_experts",
+            shared_size="moe_shared_expert_intermediate_size",
+        ),
         requires={
             "mlp_hidden_act": (None, "relu2"),
             "mamba_hidden_act": (None, "silu"),
@@ -319,6 +327,8 @@ ARCHITECTURES = {
             "residual_in_fp32": (None, False),
             "attention_bias": (None, False),
             "mamba_ssm_cache_dtype": (None, "float32"),
+            "moe_latent_size": (None,),
+            "n_shared_experts": (None, 1),
         },
         own_code=("modeling_nemotron_h.NemotronHForCausalLM",),
         defaults={
@@ -335,6 +345,11 @@ ARCHITECTURES = {
             "mamba_head_dim": 64,
             "n_groups": 8,
             "conv_kernel": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "norm_topk_prob": True,
         },
     ),
     "Olmo2ForCausalLM": Architecture(
@@ -383,7 +398,11 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": Architecture(
         "Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B)",
         qkv_bias=True,
-        experts=ExpertNames(shared="shared_expert", has_shared_gate=True),
+        experts=ExpertNames(
+            shared="shared_expert",
+            shared_size="shared_expert_intermediate_size",
+            has_shared_gate=True,
+        ),
         requires={"hidden_act": (None, "silu"), "qkv_bias": (None, True)},
         defaults={
             "use_sliding_window": False,
@@ -412,7 +431,11 @@ ARCHITECTURES = {
         "Qwen3-Next (80B-A3B, Coder)",
         **HYBRID_ROW,
         recurrent=("qkvz", "ba"),
-        experts=ExpertNames(shared="shared_expert", has_shared_gate=True),
+        experts=ExpertNames(
+            shared="shared_expert",
+            shared_size="shared_expert_intermediate_size",
+            has_shared_gate=True,
+        ),
         defaults={
             **HYBRID,
             **HYBRID_EXPERTS,
@@ -432,7 +455,12 @@ ARCHITECTURES = {
         "Qwen 3.5 and 3.6 with experts (35B-A3B, 122B-A10B)",
         **HYBRID_ROW,
         recurrent=("qkv", "z", "b", "a"),
-        experts=ExpertNames(renormalises=True, shared="shared_expert", has_shared_gate=True),
+        experts=ExpertNames(
+            renormalises=True,
+            shared="shared_expert",
+            shared_size="shared_expert_intermediate_size",
+            has_shared_gate=True,
+        ),
         defaults={
             **HYBRID,
             **HYBRID_EXPERTS,

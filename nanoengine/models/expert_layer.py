@@ -59,7 +59,10 @@ def make_router(
 def parts_of_expert(
     ops: LayerOps, weights: ExpertWeights, activation: str
 ) -> tuple[Product, Product]:
-    """Gate and up, and down."""
+    """Gate and up, or up with relu2; and down."""
+    if weights.gate is None:
+        product, relu2 = ops.linear(weights.up), ops.relu2
+        return lambda x: relu2(product(x)), ops.summand(weights.down)
     gate, up, down = weights.biases or (None, None, None)
     both = None if gate is None or up is None else (gate, up)
     gate_up = ops.gate_up(weights.gate, weights.up, both, None, activation)

@@ -32,17 +32,24 @@ LEAST_SUM = 1e-20  # below any sum of scores that is not 0, by which nothing can
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One expert: gate and up are [inner, hidden], down is [hidden, inner]. biases: of all."""
+    """One expert: gate and up are [inner, hidden], down is [hidden, inner]. gate: None: its
+    activation is "relu2". biases: of all, where there is a gate.
+    """
 
-    gate: Weight
+    gate: Weight | None
     up: Weight
     down: Weight
     biases: tuple[Tensor, Tensor, Tensor] | None = None
 
+    @property
+    def gate_up(self) -> list[Weight]:
+        """What comes before the activation."""
+        return [self.up] if self.gate is None else [self.gate, self.up]
+
 
 @dataclass(frozen=True, slots=True)
 class CodedExpert:
-    """An expert of codes: gate_up is [2 x inner, hidden], down is [hidden, inner]."""
+    """An expert of codes: gate_up is [2 x inner, hidden], or up alone; down is [hidden, inner]."""
 
     gate_up: CodedRows
     down: CodedRows
@@ -51,7 +58,7 @@ class CodedExpert:
     @classmethod
     def of(cls, weights: ExpertWeights) -> CodedExpert | None:
         """None if its weights are no codes, or gate and up of two formats."""
-        both, down = _only_rows(joined([weights.gate, weights.up])), _only_rows(weights.down)
+        both, down = _only_rows(joined(weights.gate_up)), _only_rows(weights.down)
         if both is None or down is None:
             return None
         if weights.biases is None:
@@ -136,16 +143,18 @@ class GroupedExperts:
         gated: Map,
         gather: Map | None,
     ) -> None:
-        """gated: activation(gate) * up of [rows, 2 * inner]. gather: as of Experts."""
+        """gated: activation(gate) * up of [rows, 2 * inner], or relu2 of [rows, inner]. gather: as
+        of Experts.
+        """
         self._router, self._gated, self._gather = router, gated, gather
         biases: list[tuple[Tensor, Tensor]] = []
         for index, expert in enumerate(experts):
-            gate, up, down = map(numbers_of, (expert.gate, expert.up, expert.down))
-            inner, hidden = gate.shape
+            *gate_up, down = map(numbers_of, (*expert.gate_up, expert.down))
+            inner, hidden = gate_up[0].shape
             if index == 0:
-                self._gate_up = gate.new_empty(count, 2 * inner, hidden)
+                self._gate_up = down.new_empty(count, len(gate_up) * inner, hidden)
                 self._down = down.new_empty(count, *down.shape)
-            torch.cat((gate, up), out=self._gate_up[index])
+            torch.cat(gate_up, out=self._gate_up[index])
             self._down[index] = down
             if expert.biases is not None:
                 biases.append((torch.cat(expert.biases[:2]), expert.biases[2]))

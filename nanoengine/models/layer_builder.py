@@ -336,6 +336,9 @@ class LayerBuilder:
         return self._numbers(name) if is_there else None
 
     def _expert(self, prefix: str, has_bias: bool) -> ExpertWeights:
+        if not self._architecture.is_gated:
+            (up, down), _ = self._weights(prefix, ("up", "down"), False)
+            return ExpertWeights(None, up, down)
         (gate, up, down), biases = self._weights(prefix, ("gate", "up", "down"), has_bias)
         return ExpertWeights(gate, up, down, (biases[0], biases[1], biases[2]) if biases else None)
 

@@ -221,7 +221,7 @@ class LayerOps(Protocol):
         ...
 
     def relu2(self, x: Tensor) -> Tensor:
-        """relu(x) * x, in place, and x: of feed-forwards without a gate."""
+        """relu(x) * x, in place, and x: of feed-forwards and experts without a gate."""
         ...
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:

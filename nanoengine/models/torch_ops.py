@@ -240,11 +240,13 @@ def clamped_swiglu(gate_up: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
 
 
-# activation(gate) * up, by transformers' names of the activations; it has none for the last.
+# activation(gate) * up, by transformers' names of the activations; it has none for clamped_swiglu.
+# relu2 has no gate: of [tokens, dim].
 GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_mul,
     "gelu_pytorch_tanh": gelu_mul,
     "clamped_swiglu": clamped_swiglu,
+    "relu2": relu2,
 }
 
 

@@ -169,6 +169,13 @@ LATENT = {
     "n_shared_experts": 2,
     "moe_intermediate_size": 24,
 }
+NEMOTRON_H = {
+    "ssm_state_size": 20,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "time_step_min": 1e-9,
+}
 HYBRID_EXPERTS = {
     "num_experts": 5,
     "num_experts_per_tok": 2,
@@ -574,19 +581,36 @@ TINY: dict[str, TinyModel] = {
     "nemotron-h": TinyModel(
         NemotronHConfig,
         NemotronHForCausalLM,
-        {
+        NEMOTRON_H
+        | {
             "layers_block_type": [
                 *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
                 *("linear_attention", "full_attention"),
             ],
-            "ssm_state_size": 20,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 12,
-            "n_groups": 2,
-            "time_step_min": 1e-9,
             "num_hidden_layers": 7,
         },
         seed=41,
+    ),
+    # Experts without a gate, in groups, behind some mixers; a feed-forward behind another.
+    "nemotron-h-moe": TinyModel(
+        NemotronHConfig,
+        NemotronHForCausalLM,
+        NEMOTRON_H
+        | {
+            "layers_block_type": [
+                *("linear_attention", "moe", "full_attention", "moe", "linear_attention", "mlp"),
+                *("linear_attention", "full_attention"),
+            ],
+            "num_hidden_layers": 8,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 56,
+            "routed_scaling_factor": 2.5,
+        },
+        seed=42,
     ),
     # The middle layer sees everything, and turns by another theta than those with a window.
     "gemma3": TinyModel(

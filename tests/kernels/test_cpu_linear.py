@@ -418,6 +418,20 @@ def test_experts_with_biases_in_one_call_are_as_one_by_one(packer, kernels, acti
     compare_experts(packer, kernels, 61, 40, 9, 2, weights, activation=activation)
 
 
+@pytest.mark.parametrize("hidden, inner", [(96, 64), (61, 40)])
+def test_experts_without_a_gate_in_one_call_are_as_one_by_one(packer, kernels, hidden, inner):
+    weights = [replace(expert, gate=None) for expert in some_experts(packer, hidden, inner, 9)]
+    compare_experts(packer, kernels, hidden, inner, 9, 2, weights, activation="relu2")
+
+
+@pytest.mark.parametrize("formats", [("Q4_K", "Q6_K"), ("Q8_0", "Q4_0")], ids="-".join)
+def test_experts_of_codes_without_a_gate_in_one_call(build_folder, kernels, formats):
+    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, with_codes=True)
+    coded = coded_experts((formats[0], *formats), 5, 256, 512, torch.float32)
+    weights = [replace(expert, gate=None) for expert in coded]
+    compare_experts(packer, kernels, 512, 256, 5, 2, weights, activation="relu2")
+
+
 def test_experts_of_mxfp4_with_biases_in_one_call(build_folder, kernels):
     """As gpt-oss has them."""
     packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, with_codes=True)

@@ -1,0 +1,145 @@
+"""What only Nemotron 3 Nano has: experts without a gate behind Mamba-2 and attention.
+
+Logits and ids in fp32, and on ranks, are tested with the other architectures' (TINY).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import (
+    Driver,
+    assert_greedy,
+    assert_logits_are_transformers,
+    assert_tiers_agree,
+    small_engine,
+)
+from marks import needs_compiler
+from replays import watch_replays
+from safetensors.torch import load_file
+from tiers import LAYOUTS, PROMPTS, run
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from nanoengine.config.model import ExpertsConfig
+from nanoengine.errors import UnsupportedModelError
+from nanoengine.loading.model_config import read_model_config
+from nanoengine.models.expert_layer import make_mixture, make_router
+from nanoengine.models.experts import ExpertWeights, GroupedExperts, MixtureWeights, RouterWeights
+from nanoengine.models.shard import WHOLE
+from nanoengine.models.torch_ops import TorchOps, relu2
+from nanoengine.models.weight_shapes import experts_of
+from nanoengine.startup.weight_bytes import WeightForm, weight_bytes
+
+Tiny = Callable[[str], Path]
+NAME = "nemotron-h-moe"
+
+
+@needs_compiler
+@pytest.mark.usefixtures("our_products")
+def test_bfloat16_on_every_tier_has_the_same_bits_and_is_replayed(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays = watch_replays(monkeypatch)
+    runs = {layout: run(tiny(NAME), **settings) for layout, settings in LAYOUTS.items()}
+    assert_tiers_agree(runs)
+    assert replays
+
+
+def with_config(source: Path, folder: Path, **config: Any) -> Path:
+    shutil.copytree(source, folder)
+    path = folder / "config.json"
+    whole = json.loads(path.read_text()) | config
+    path.write_text(json.dumps({key: v for key, v in whole.items() if v != "left out"}))
+    return folder
+
+
+def assert_transformers(checkpoint: Path, original: Path) -> None:
+    driver = Driver(small_engine(checkpoint))
+    outputs = driver.run(PROMPTS)
+    assert_greedy(original, PROMPTS, outputs, len(outputs[0].outputs[0].token_ids))
+    assert_logits_are_transformers(driver, original, outputs)
+
+
+def test_a_pattern_as_at_the_hub(tiny: Tiny, tmp_path: Path) -> None:
+    """NVIDIA's config.json has letters; transformers 5 writes a list."""
+    kinds = {"layers_block_type": "left out", "hybrid_override_pattern": "ME*EM-M*"}
+    assert_transformers(with_config(tiny(NAME), tmp_path / "hub", **kinds), tiny(NAME))
+
+
+def test_one_tensor_for_all_experts_of_a_layer(tiny: Tiny, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny(NAME))
+    shutil.copytree(tiny(NAME), tmp_path, dirs_exist_ok=True)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["model.layers.1.mixer.experts.up_proj"].shape == (6, 40, 64)
+    assert_transformers(tmp_path, tiny(NAME))
+
+
+def test_layers_are_those_of_the_pattern(tiny: Tiny) -> None:
+    """And weights take what the checkpoint does."""
+    config = read_model_config(tiny(NAME))
+    assert [experts_of(config, layer) is not None for layer in range(5)] == [1, 1, 0, 0, 0]
+    assert config.recurrent_layers == (0, 2, 3) and config.bare_layers == (3, 4)
+    numbers = {k: v.numel() for k, v in load_file(tiny(NAME) / "model.safetensors").items()}
+    found = weight_bytes(config, WHOLE, WeightForm(4, None, {}, packs=True))
+    of_experts = sum(count for name, count in numbers.items() if ".experts." in name)
+    assert found.held == 4 * sum(numbers.values())
+    assert found.active == pytest.approx(found.held - 4 * of_experts * 4 / 6, abs=1)
+    assert read_model_config(tiny("nemotron-h")).experts is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"moe_latent_size": 32},
+        {"n_shared_experts": 2},
+        {"layers_block_type": ["moe", "mamba", "attention"]},
+        {"layers_block_type": ["mamba", "moe", "moe", "attention"]},
+    ],
+    ids=["Nemotron 3 Super", "shared experts", "experts first", "experts behind experts"],
+)
+def test_what_does_not_run_is_refused(tiny: Tiny, tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="supported"):
+        read_model_config(with_config(tiny(NAME), tmp_path / "m", **config))
+
+
+# -- one mixture
+
+
+def some(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("num_rows", [1, 19])
+def test_experts_equal_a_sum_by_hand(num_rows: int) -> None:
+    """One by one, and in one product for all of them."""
+    x, router, ups, downs = some(num_rows, 24), some(6, 24), some(6, 16, 24), some(6, 24, 16)
+    shared = ExpertWeights(None, some(20, 24), some(24, 20))
+    config = ExpertsConfig(6, 3, 16, renormalises=True, shared_size=20)
+    experts = [ExpertWeights(None, *each) for each in zip(ups, downs, strict=True)]
+    weights = MixtureWeights(RouterWeights(router), experts)
+    expected = []
+    for row in x:
+        top = (router @ row).softmax(0).topk(3)
+        parts = [
+            share * (downs[at] @ functional.relu(ups[at] @ row).square())
+            for share, at in zip(top.values / top.values.sum(), top.indices, strict=True)
+        ]
+        expected.append(torch.stack(parts).sum(0))
+    ops, want = TorchOps(), torch.stack(expected)
+    chosen = make_router(ops, config, weights, None)
+    grouped = GroupedExperts(chosen, iter(experts), 6, relu2, None)
+    for made in (make_mixture(ops, config, weights, None, "relu2"), grouped):
+        torch.testing.assert_close(made(x), want, atol=1e-3, rtol=1e-4)
+    both = MixtureWeights(RouterWeights(router), experts, shared=shared)
+    more = functional.relu(x @ shared.up.T).square() @ shared.down.T  # type: ignore[union-attr]
+    found = make_mixture(ops, config, both, None, "relu2")(x)
+    torch.testing.assert_close(found, want + more, atol=1e-3, rtol=1e-4)
