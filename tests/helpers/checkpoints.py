@@ -173,7 +173,7 @@ NEMOTRON_H = {
     "ssm_state_size": 20,
     "mamba_num_heads": 8,
     "mamba_head_dim": 12,
-    "n_groups": 2,
+    "n_groups": 4,
     "time_step_min": 1e-9,
 }
 HYBRID_EXPERTS = {
