@@ -199,7 +199,7 @@ def test_states_follow_their_requests(
 @pytest.mark.parametrize(
     "mode", [pytest.param("resident", marks=pytest.mark.breadth), "in_place", "stream"]
 )
-@pytest.mark.parametrize("name", ["qwen3.5-moe", "nemotron-h"])
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "nemotron-h", "nemotron-h-moe"])
 def test_experts_or_nothing_behind_recurrent_layers(
     tiny: Callable[[str], Path], name: str, mode: str
 ) -> None:
