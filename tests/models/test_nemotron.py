@@ -101,24 +101,54 @@ def test_what_does_not_run_is_refused(tiny: Tiny, tmp_path: Path, config: dict[s
         read_model_config(with_config(tiny(NAME), tmp_path / "m", **config))
 
 
-# Nemotron 3 Nano with a quarter of its sizes.
-QUARTER: dict[str, Any] = {
+PUBLISHED: dict[str, Any] = {  # the form of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
     "architectures": ["NemotronHForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"},
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 64,
+    "mlp_hidden_act": "relu2",
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "routed_scaling_factor": 2.5,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "vocab_size": 131072,
+}
+QUARTER = PUBLISHED | {
     "hidden_size": 672,
     "hybrid_override_pattern": "MEM*E",
-    "mamba_head_dim": 64,
+    "intermediate_size": 464,
     "mamba_num_heads": 16,
     "moe_intermediate_size": 464,
     "moe_shared_expert_intermediate_size": 928,
-    "intermediate_size": 464,
     "n_groups": 2,
     "n_routed_experts": 32,
     "num_attention_heads": 8,
-    "num_experts_per_tok": 6,
     "num_key_value_heads": 2,
-    "ssm_state_size": 128,
     "vocab_size": 512,
 }
+
+
+def test_the_published_shape_has_the_published_size(tmp_path: Path) -> None:
+    """31.6 billion weights, 3.6 billion of them for a token."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    config = read_model_config(tmp_path)
+    found = weight_bytes(config, WHOLE, WeightForm(2, None, {}, packs=True))
+    assert (round(found.held / 2e9, 1), round(found.active / 2e9, 1)) == (31.6, 3.6)
+    assert len(config.recurrent_layers) == 23 and len(config.attention_layers) == 6
 
 
 @needs_compiler
