@@ -66,7 +66,7 @@ ALL_ROWS: Rows = (None, None, None)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where a tensor lies in a stored one: it is all, or some rows of entry `index`.
+    """Where a tensor lies in a stored one: it is all, or some rows of it or of entry `index`.
 
     rows: (first, last, step), as slice takes them.
     is_turned: the entry is [columns, rows]. scales: the tensor with those of an entry in MXFP4.
@@ -170,12 +170,13 @@ class CheckpointReader:
         """Shape of a tensor, read from the header only; of codes, that of their numbers."""
         part = self._parts[name]
         shape = tuple(self._slice(part.stored).get_shape())
-        if part.index is None:
+        if part.index is None and (part.rows == ALL_ROWS or not shape):
             if not self.code_format(name) or len(shape) != 2:
                 return shape
             weights, num_bytes = FORMATS[self.code_format(name)]
             return shape[0], shape[1] // num_bytes * weights
-        rows, *columns = reversed(shape[1:]) if part.is_turned else shape[1:]
+        entry = shape if part.index is None else shape[1:]
+        rows, *columns = reversed(entry) if part.is_turned else entry
         if part.scales:
             columns = [columns[0] * GROUP]
         return len(range(rows)[slice(*part.rows)]), *columns
@@ -234,7 +235,7 @@ class CheckpointReader:
     def _read(self, part: Part, stored: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[self._file_of[stored]].get_tensor(stored)
         if part.index is None:
-            return tensor
+            return tensor if part.rows == ALL_ROWS else tensor[slice(*part.rows)]
         entry, rows = tensor[part.index], slice(*part.rows)
         return entry.T[rows].contiguous() if part.is_turned else entry[rows]
 

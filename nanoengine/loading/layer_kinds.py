@@ -21,7 +21,7 @@ def layer_windows(
     for settings with which transformers would not run.
     """
     rule = ARCHITECTURES[architecture].windows
-    if ARCHITECTURES[architecture].recurrent:
+    if ARCHITECTURES[architecture].recurrent or ARCHITECTURES[architecture].mixers:
         return ()
     if rule == "pattern":
         return _windows_by_pattern(settings, num_layers, where)

@@ -1,18 +1,20 @@
-"""Nemotron-H: a layer of the checkpoint is one thing: a Mamba-2 mixer, attention, a feed-forward or
-experts.
+"""Models with Mamba-2 layers.
 
-A mixer and the feed-forward or experts behind it are one layer here; some mixers have none.
+Nemotron-H: a layer of the checkpoint is one thing: a Mamba-2 mixer, attention, a feed-forward or
+experts. A mixer and what of the last two is behind it are one layer here; some mixers have none.
+Granite 4: a layer is a mixer and a feed-forward, or experts with one beside them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from nanoengine.config.model import ModelConfig, RecurrentConfig
 from nanoengine.errors import UnsupportedModelError, shown
 from nanoengine.loading.checkpoint import Part
 from nanoengine.loading.layer_kinds import MAX_CONV_SIZE, MAX_STATE_DIM
+from nanoengine.models.architecture import Architecture
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import CheckedJson
 
@@ -25,6 +27,9 @@ _KINDS = {
     "mlp": MLP,
     "moe": EXPERTS,
 }
+# Keys of config.json: key heads, value heads, their sizes, and the convolution's.
+_KEYS = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel")
+_GRANITES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 _ENDS = {
     "embeddings": "model.embed_tokens",
     "embed_tokens": "model.embed_tokens",
@@ -45,22 +50,49 @@ def read_pattern(content: CheckedJson) -> list[str]:
             f"{content.path}: layers {shown(listed or pattern)} are not supported; a feed-forward "
             "or experts must follow a Mamba or attention layer"
         )
-    if ATTENTION not in pattern:
+    return _with_attention(content, re.findall("[M*][-E]?", pattern))
+
+
+def read_mixers(content: CheckedJson, num_layers: int) -> list[str]:
+    """The same of Granite 4: each mixer has experts behind it, or each a feed-forward. Raises
+    UnsupportedModelError.
+    """
+    listed = content.get("layer_types") or content.get("layers_block_type")
+    names = listed if isinstance(listed, list) else []
+    kinds = [_KINDS.get(name, "?") if isinstance(name, str) else "?" for name in names]
+    if len(kinds) != num_layers or {*kinds} - {MAMBA, ATTENTION}:
         raise UnsupportedModelError(
-            f"{content.path}: no layer has attention, which is not supported"
+            f"{content.path}: 'layer_types' {shown(listed)} for {num_layers} layers is not "
+            "supported; each must be 'mamba' or 'attention'"
         )
-    return re.findall("[M*][-E]?", pattern)
+    behind = EXPERTS if content.get("num_local_experts") else MLP
+    return _with_attention(content, [kind + behind for kind in kinds])
 
 
-def read_mamba(content: CheckedJson, mixers: list[str]) -> RecurrentConfig | None:
+def _with_attention(content: CheckedJson, mixers: list[str]) -> list[str]:
+    if any(mixer[0] == ATTENTION for mixer in mixers):
+        return mixers
+    raise UnsupportedModelError(f"{content.path}: no layer has attention, which is not supported")
+
+
+def read_mamba(
+    content: CheckedJson, mixers: list[str], architecture: Architecture
+) -> RecurrentConfig | None:
     """The recurrent layers; None if all have attention."""
+    layers = tuple(i for i, mixer in enumerate(mixers) if mixer[0] == MAMBA)
+    if not layers:
+        return None
+    groups, heads, state, head_dim, conv = _GRANITES if architecture.mixers else _KEYS
+    if content.get(head_dim) == "auto":
+        inner = content.size("mamba_expand") * content.size("hidden_size")
+        content.values[head_dim] = inner // content.size(heads)
     mamba = RecurrentConfig(
-        layers=tuple(i for i, mixer in enumerate(mixers) if mixer[0] == MAMBA),
-        num_key_heads=content.size("n_groups"),
-        num_value_heads=content.size("mamba_num_heads"),
-        key_dim=content.size("ssm_state_size", limit=MAX_STATE_DIM),
-        value_dim=content.size("mamba_head_dim", limit=MAX_STATE_DIM),
-        conv_size=content.size("conv_kernel", limit=MAX_CONV_SIZE),
+        layers=layers,
+        num_key_heads=content.size(groups),
+        num_value_heads=content.size(heads),
+        key_dim=content.size(state, limit=MAX_STATE_DIM),
+        value_dim=content.size(head_dim, limit=MAX_STATE_DIM),
+        conv_size=content.size(conv, limit=MAX_CONV_SIZE),
         rule="mamba",
     )
     if mamba.num_value_heads % mamba.num_key_heads or mamba.conv_size < 2:
@@ -69,12 +101,15 @@ def read_mamba(content: CheckedJson, mixers: list[str]) -> RecurrentConfig | Non
             f"and a convolution of {mamba.conv_size}; heads must be a multiple of groups, and the "
             "convolution 2 at least"
         )
-    return mamba if mamba.layers else None
+    return mamba
 
 
 def mixer_parts(model: ModelConfig, names: Iterable[str]) -> dict[str, Part]:
     """Where the tensors lie, by the names in `weight_shapes`. names: of all tensors."""
-    if not ARCHITECTURES[model.architecture].pattern:
+    architecture = ARCHITECTURES[model.architecture]
+    if architecture.mixers:
+        return dict(_granites_parts(model, names))
+    if not architecture.pattern:
         return {}
     places: list[tuple[int, str, str]] = []  # of each stored layer: the layer, its part, its norm
     for layer in range(model.num_layers):
@@ -94,3 +129,22 @@ def mixer_parts(model: ModelConfig, names: Iterable[str]) -> dict[str, Part]:
             its = norm if match[2] == "norm" else part
             found[f"model.layers.{layer}.{its}.{match[3]}"] = Part(name)
     return {name: part for name, part in found.items() if name != part.stored}
+
+
+def _granites_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[str, Part]]:
+    """A feed-forward has one tensor for gate and up. It stands beside the experts, or alone."""
+    experts, place, inner = model.experts, "mlp", model.intermediate_size
+    if experts is not None:
+        place, inner = "mlp.shared_expert", experts.shared_size
+    for name in names:
+        match = re.fullmatch(r"(model\.layers\.\d+)\.(mamba|shared_mlp)\.(.+)", name)
+        if not match:
+            continue
+        layer, block, rest = match.groups()
+        if block == "mamba":
+            yield f"{layer}.linear_attn.{rest}", Part(name)
+        elif rest == "output_linear.weight":
+            yield f"{layer}.{place}.down_proj.weight", Part(name)
+        elif rest == "input_linear.weight":
+            yield f"{layer}.{place}.gate_proj.weight", Part(name, rows=(0, inner, 1))
+            yield f"{layer}.{place}.up_proj.weight", Part(name, rows=(inner, None, 1))

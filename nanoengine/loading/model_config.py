@@ -32,7 +32,7 @@ from nanoengine.loading.layer_kinds import (
     recurrent_layers,
 )
 from nanoengine.loading.layer_shapes import read_shapes
-from nanoengine.loading.mixers import ATTENTION, MAMBA, read_mamba, read_pattern
+from nanoengine.loading.mixers import ATTENTION, MAMBA, read_mamba, read_mixers, read_pattern
 from nanoengine.loading.packed_ints import packed_format
 from nanoengine.loading.refused import (
     about_architecture,
@@ -89,12 +89,12 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         architecture=name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=content.size("intermediate_size"),
+        intermediate_size=_inner_size(content, architecture),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=1 if latent else content.size("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        rms_norm_eps=content.real("layer_norm_epsilon" if mixers else "rms_norm_eps", 1e-6),
+        rms_norm_eps=content.real(_eps_key(architecture), 1e-6),
         max_position=max_position,
         tie_word_embeddings=content.flag("tie_word_embeddings"),
         rope=rope,
@@ -120,6 +120,18 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         factors=Factors(*(_factor(content, reads, name) for name in FACTORS)),
     )
     return _with_good_heads(config, content.path)
+
+
+def _inner_size(content: CheckedJson, architecture: Architecture) -> int:
+    """Of a feed-forward; Granite 4's without experts is what would be beside them."""
+    experts = architecture.experts
+    if architecture.mixers and experts and content.get("num_local_experts") == 0:
+        return content.size(experts.shared_size)
+    return content.size("intermediate_size")
+
+
+def _eps_key(architecture: Architecture) -> str:
+    return "layer_norm_epsilon" if architecture.pattern else "rms_norm_eps"
 
 
 def _query_scalar(
@@ -180,6 +192,9 @@ def _unwrap(content: CheckedJson, wrapper: str) -> str:
 
 def _layers(content: CheckedJson, architecture: Architecture) -> tuple[list[str], int]:
     """As mixers.read_pattern, [] for other architectures; and the number of layers."""
+    if architecture.mixers:
+        mixers = read_mixers(content, content.size("num_hidden_layers", limit=MAX_LAYERS))
+        return mixers, len(mixers)
     mixers = read_pattern(content) if architecture.pattern else []
     return mixers, len(mixers) or content.size("num_hidden_layers", limit=MAX_LAYERS)
 
@@ -225,11 +240,12 @@ def _softcap(content: CheckedJson, reads: Collection[str]) -> float | None:
 def _no_rope_layers(
     content: CheckedJson, architecture: Architecture, windows: Sequence[int | None]
 ) -> tuple[int, ...]:
-    """Layers without RoPE. Nemotron-H's: all. SmolLM3's: zeros in a list, or the last layer of each
-    interval.
+    """Layers without RoPE. Nemotron-H's: all, and Granite 4's, but for Micro. SmolLM3's: zeros in a
+    list, or the last layer of each interval.
     """
     num_layers = len(windows)
-    if architecture.pattern:
+    has_none = architecture.mixers and content.get("position_embedding_type") != "rope"
+    if architecture.pattern or has_none:
         return tuple(range(num_layers))
     if architecture.ropes_in_windows and content.get("sliding_window") is not None:
         return tuple(i for i, window in enumerate(windows) if window is None)
@@ -253,7 +269,7 @@ def _recurrent(
 ) -> RecurrentConfig | None:
     """The recurrent layers; None if all have attention."""
     if mixers:
-        return read_mamba(content, mixers)
+        return read_mamba(content, mixers, architecture)
     if not architecture.recurrent:
         return None
     rule = RecurrentConfig(
@@ -351,7 +367,8 @@ def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
 def _has_window(content: CheckedJson, architecture: Architecture) -> bool:
     layer_types = content.get("layer_types")
     known = (FULL, RECURRENT) if architecture.recurrent else (FULL,)
-    if isinstance(layer_types, list) and any(kind not in known for kind in layer_types):
+    is_listed = isinstance(layer_types, list) and not architecture.mixers
+    if is_listed and any(kind not in known for kind in layer_types):
         return True
     return (
         content.get("sliding_window") is not None and content.get("use_sliding_window") is not False

@@ -84,7 +84,8 @@ class Architecture:
     multiplied by the gate's sigmoid.
     recurrent: the projections of layers with a gated delta rule, if it has such layers; config.json
     says which ones. pattern: a checkpoint's layers are a mixer (Mamba-2's or attention) or a
-    feed-forward each, by `hybrid_override_pattern`; see loading/mixers.py.
+    feed-forward each, by `hybrid_override_pattern`; see loading/mixers.py. mixers: each is such a
+    mixer, by `layer_types`, and a feed-forward.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
     ropes_in_windows: where config.json has a window, layers without one do not rotate.
@@ -122,6 +123,7 @@ class Architecture:
     output_gate: bool = False
     recurrent: tuple[str, ...] = ()
     pattern: bool = False
+    mixers: bool = False
     windows: str = ""
     ropes_in_windows: bool = False
     ropes_by_kind: bool = False

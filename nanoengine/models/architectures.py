@@ -11,6 +11,7 @@ from nanoengine.models.families import (
     GEMMA_4_DEFAULTS,
     GEMMA_NORMS,
     GLM,
+    GRANITE_HYBRID,
     GRANITE_MULTIPLIERS,
     HUNYUAN,
     HYBRID,
@@ -247,6 +248,9 @@ ARCHITECTURES = {
         # A softmax over the chosen scores, as gpt-oss has it.
         experts=ExpertNames("intermediate_size", True, "block_sparse_moe", router="router"),
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        "Granite 4.0 (Micro, H Micro, H Tiny, H Small)", **GRANITE_HYBRID
     ),
     "HunYuanDenseV1ForCausalLM": Architecture("Hunyuan (dense, 0.5B to 7B, also MT)", **HUNYUAN),
     "HunYuanMoEV1ForCausalLM": Architecture(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from nanoengine.models.architecture import ExpertNames, NormNames
@@ -150,6 +151,37 @@ GRANITE_MULTIPLIERS = (
     "residual_multiplier",
     "logits_scaling",
 )
+# Granite 4.
+GRANITE_HYBRID: dict[str, Any] = {
+    "mixers": True,
+    "reads": GRANITE_MULTIPLIERS,
+    "experts": ExpertNames(
+        "intermediate_size",
+        True,
+        "block_sparse_moe",
+        router="router",
+        shared="shared_expert",
+        shared_size="shared_intermediate_size",
+    ),
+    "requires": {
+        "hidden_act": (None, "silu", "swish"),
+        "mamba_conv_bias": (None, True),
+        "mamba_proj_bias": (None, False),
+        "quantization_config": (None,),  # the halves of a tensor for gate and up have no scales
+        "time_step_limit": (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
+    },
+    "defaults": {
+        "mamba_d_conv": 4,
+        "mamba_d_head": "auto",
+        "mamba_d_state": 256,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 128,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "shared_intermediate_size": 1024,
+    },
+}
 NORMS_AFTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 HUNYUAN: dict[str, Any] = {
     "qk_norm": "head",

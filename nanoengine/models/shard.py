@@ -253,7 +253,7 @@ def _layer_of(name: str) -> tuple[int, str]:
 
 def _inner_size(part: str, layer: int, model: ModelConfig) -> int:
     """Outputs of a gate of a feed-forward or of an expert."""
-    if model.experts is not None and part.startswith("mlp.shared_expert"):
+    if model.experts is not None and part.startswith("mlp.shared_"):
         return model.experts.shared_size
     if model.experts is not None and part.startswith("mlp.experts."):
         return model.experts.inner_size

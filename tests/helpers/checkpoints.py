@@ -51,6 +51,8 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
     HunYuanMoEV1Config,
@@ -175,6 +177,16 @@ NEMOTRON_H = {
     "mamba_head_dim": 12,
     "n_groups": 4,
     "time_step_min": 1e-9,
+}
+GRANITE_HYBRID = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 1.5,
+    "shared_intermediate_size": 40,
+    "mamba_d_state": 20,
+    "mamba_n_heads": 8,
+    "rms_norm_eps": 0.02,
 }
 HYBRID_EXPERTS = {
     "num_experts": 5,
@@ -611,6 +623,31 @@ TINY: dict[str, TinyModel] = {
             "routed_scaling_factor": 2.5,
         },
         seed=42,
+    ),
+    # Mamba-2 layers, and attention without RoPE; experts with one beside them, or that one alone.
+    "granite-hybrid": TinyModel(
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            **GRANITE_HYBRID,
+            "num_local_experts": 5,
+            "intermediate_size": 24,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+        seed=61,
+    ),
+    # With RoPE.
+    "granite-hybrid-dense": TinyModel(
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            **GRANITE_HYBRID,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "tie_word_embeddings": True,
+        },
+        seed=62,
     ),
     # The middle layer sees everything, and turns by another theta than those with a window.
     "gemma3": TinyModel(

@@ -1,4 +1,4 @@
-"""What only Granite has: factors of embeddings, scores, sums and logits.
+"""What only Granite has: factors of embeddings, scores, sums and logits; Granite 4's config.json.
 
 Logits and ids in fp32, on every tier, are tested with the other architectures' (TINY).
 """
@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import COMMON, reference, reference_greedy
-from driver import GREEDY, Driver, small_engine
+from checkpoints import COMMON, TINY, reference, reference_greedy
+from driver import GREEDY, Driver, assert_greedy, small_engine
 from marks import needs_compiler
 
-from nanoengine.config.model import Factors
-from nanoengine.errors import CorruptModelError
+from nanoengine.config.model import ExpertsConfig, Factors, RecurrentConfig
+from nanoengine.errors import ConfigError, CorruptModelError, UnsupportedModelError
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.models.shard import Shard
 
 
 @needs_compiler
@@ -93,3 +95,78 @@ def test_factors_that_are_left_out_are_one(tmp_path: Path) -> None:
 def test_impossible_factors_are_refused(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(CorruptModelError, match=name):
         read(tmp_path, **{name: value})
+
+
+# As of ibm-granite/granite-4.0-h-tiny, whose layers are fewer here.
+HYBRID: dict[str, Any] = PUBLISHED | {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "hidden_size": 1536,
+    "intermediate_size": 512,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 48,
+    "mamba_proj_bias": False,
+    "num_attention_heads": 12,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "num_local_experts": 64,
+    "position_embedding_type": "nope",
+    "shared_intermediate_size": 1024,
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, "auto"])
+def test_layers_are_mamba_or_attention_each_with_a_feed_forward(
+    tmp_path: Path, head_dim: Any
+) -> None:
+    config = read(tmp_path, **HYBRID | {"mamba_d_head": head_dim})
+    assert config.recurrent == RecurrentConfig((0, 1, 3), 1, 48, 128, 64, 4, rule="mamba")
+    assert config.experts == ExpertsConfig(64, 6, 512, True, shared_size=1024)
+    assert (config.no_rope_layers, config.bare_layers) == ((0, 1, 2, 3), ())
+    assert (config.rms_norm_eps, config.factors) == (1e-5, Factors(12.0, 0.22, 16.0))
+
+
+def test_without_experts_the_one_beside_them_is_the_feed_forward(tmp_path: Path) -> None:
+    changes = {"num_local_experts": 0, "position_embedding_type": "rope"}
+    config = read(tmp_path, **HYBRID | changes)
+    assert (config.experts, config.intermediate_size, config.no_rope_layers) == (None, 1024, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "about"),
+    [
+        ({"layer_types": ["mamba"] * 4}, "no layer has attention"),
+        ({"layer_types": None}, "'layer_types'"),
+        ({"layer_types": ["attention"] * 3}, "for 4 layers"),
+        ({"layer_types": ["attention", "mlp", "mamba", "mamba"]}, "'mamba' or 'attention'"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias"),
+        ({"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"mamba_n_heads": 45, "mamba_n_groups": 2}, "multiple of groups"),
+    ],
+)
+def test_what_does_not_run_is_refused(tmp_path: Path, changes: dict[str, Any], about: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=about):
+        read(tmp_path, **HYBRID | changes)
+
+
+def test_one_group_is_not_divided_among_ranks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"1 key heads of its recurrent layers; it can be 1$"):
+        Shard(0, 2).check(read(tmp_path, **HYBRID))
+
+
+def test_granite_4_micro_has_attention_in_all_layers(tmp_path: Path) -> None:
+    """And so no state."""
+    row = TINY["granite-hybrid-dense"]
+    attention = {"layer_types": ["full_attention"] * 3}
+    replace(row, settings=row.settings | attention)(tmp_path)
+    prompts = [[*range(5, 25)], [7, 8]]
+    engine = small_engine(tmp_path)
+    assert_greedy(tmp_path, prompts, Driver(engine).run(prompts), 16)
+    assert engine.plan.kv.recurrent is None

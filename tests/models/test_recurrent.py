@@ -168,7 +168,7 @@ def some_prompts() -> list[list[int]]:
     return [[rng.randrange(256) for _ in range(length)] for length in (40, 3, 17, 64, 9)]
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h"])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "granite-hybrid"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -192,14 +192,14 @@ def test_states_follow_their_requests(
     outputs = driver.run(prompts)
     assert_greedy(path, prompts, outputs, len(outputs[0].outputs[0].token_ids))
     assert ("num_gpu_blocks" in settings) == any(o.metrics.num_preemptions for o in outputs)
-    said = {"qwen3.5": "2 of 3 layers", "nemotron-h": "3 of 5 layers"}
-    assert f"{said[name]} have no KV but a state of" in str(engine.plan)
+    said = "3 of 5 layers" if name == "nemotron-h" else "2 of 3 layers"
+    assert f"{said} have no KV but a state of" in str(engine.plan)
 
 
 @pytest.mark.parametrize(
     "mode", [pytest.param("resident", marks=pytest.mark.breadth), "in_place", "stream"]
 )
-@pytest.mark.parametrize("name", ["qwen3.5-moe", "nemotron-h", "nemotron-h-moe"])
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "granite-hybrid"])
 def test_experts_or_nothing_behind_recurrent_layers(
     tiny: Callable[[str], Path], name: str, mode: str
 ) -> None:
@@ -233,7 +233,7 @@ def test_texts_that_part_leave_a_snapshot_there(tiny: Callable[[str], Path]) -> 
     assert_greedy(path, [turn], [last], 16)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h"])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "granite-hybrid"])
 def test_a_turn_goes_on_where_guesses_ended(tiny: Callable[[str], Path], name: str) -> None:
     """Right and wrong guesses are made, and still the state at the end of each block is kept."""
     path, prompts = tiny(name), [([5, 16, 27] * 8)[:length] for length in range(14, 22)]

@@ -15,7 +15,7 @@ from replays import watch_replays
 from tiers import LAYOUTS, run
 
 DENSE = ("exaone4", "ernie", "gemma3", "gemma3-softcap", "glm4", "granite", "hunyuan", "ministral3")
-EXPERTS = ("ernie-moe", "hunyuan-moe", "nemotron-h-moe")
+EXPERTS = ("ernie-moe", "granite-hybrid", "hunyuan-moe", "nemotron-h-moe")
 
 
 @needs_compiler
