@@ -189,3 +189,16 @@ def test_kv_heads_of_every_layer_are_divided(tiny: Callable[[str], Path]) -> Non
     shapes = tuple(replace(shape, num_kv_heads=shape.num_kv_heads + 1) for shape in config.shapes)
     with pytest.raises(ConfigError, match=r"=4 .* 4 heads and 2 or 3 KV heads; it can be 1$"):
         Shard(0, 4).check(replace(config, shapes=shapes))
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"), [("hunyuan-moe", "shared_mlp"), ("glm4-moe", "shared_experts")]
+)
+def test_a_shared_expert_is_divided_by_its_own_size(
+    tiny: Callable[[str], Path], name: str, shared: str
+) -> None:
+    config = read_model_config(tiny(name))
+    assert config.experts is not None
+    config = replace(config, experts=replace(config.experts, shared_size=96))
+    tensor = f"model.layers.1.mlp.{shared}.gate_proj.weight"
+    assert Shard(1, 2).rows(tensor, config) == (range(48, 96),)
