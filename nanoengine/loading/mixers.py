@@ -104,6 +104,19 @@ def read_mamba(
     return mamba
 
 
+def read_inner_size(content: CheckedJson, architecture: Architecture) -> int:
+    """Of a feed-forward; Granite 4's without experts is what would be beside them."""
+    experts = architecture.experts
+    if architecture.mixers and experts and content.get("num_local_experts") == 0:
+        return content.size(experts.shared_size)
+    return content.size("intermediate_size")
+
+
+def eps_key(architecture: Architecture) -> str:
+    """The key of config.json: Nemotron-H has a name of its own."""
+    return "layer_norm_epsilon" if architecture.pattern else "rms_norm_eps"
+
+
 def mixer_parts(model: ModelConfig, names: Iterable[str]) -> dict[str, Part]:
     """Where the tensors lie, by the names in `weight_shapes`. names: of all tensors."""
     architecture = ARCHITECTURES[model.architecture]

@@ -32,7 +32,15 @@ from nanoengine.loading.layer_kinds import (
     recurrent_layers,
 )
 from nanoengine.loading.layer_shapes import read_shapes
-from nanoengine.loading.mixers import ATTENTION, MAMBA, read_mamba, read_mixers, read_pattern
+from nanoengine.loading.mixers import (
+    ATTENTION,
+    MAMBA,
+    eps_key,
+    read_inner_size,
+    read_mamba,
+    read_mixers,
+    read_pattern,
+)
 from nanoengine.loading.packed_ints import packed_format
 from nanoengine.loading.refused import (
     about_architecture,
@@ -89,12 +97,12 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         architecture=name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=_inner_size(content, architecture),
+        intermediate_size=read_inner_size(content, architecture),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=1 if latent else content.size("num_key_value_heads", num_heads),
         head_dim=head_dim,
-        rms_norm_eps=content.real(_eps_key(architecture), 1e-6),
+        rms_norm_eps=content.real(eps_key(architecture), 1e-6),
         max_position=max_position,
         tie_word_embeddings=content.flag("tie_word_embeddings"),
         rope=rope,
@@ -120,18 +128,6 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         factors=Factors(*(_factor(content, reads, name) for name in FACTORS)),
     )
     return _with_good_heads(config, content.path)
-
-
-def _inner_size(content: CheckedJson, architecture: Architecture) -> int:
-    """Of a feed-forward; Granite 4's without experts is what would be beside them."""
-    experts = architecture.experts
-    if architecture.mixers and experts and content.get("num_local_experts") == 0:
-        return content.size(experts.shared_size)
-    return content.size("intermediate_size")
-
-
-def _eps_key(architecture: Architecture) -> str:
-    return "layer_norm_epsilon" if architecture.pattern else "rms_norm_eps"
 
 
 def _query_scalar(

@@ -107,6 +107,15 @@ class Metadata:
             )
         return list(flags)
 
+    def window(self) -> int | None:
+        """The sliding window. One that no text is longer than is none, and so is 0."""
+        window = int(self.get(f"{self.architecture}.attention.sliding_window", int, 0))
+        return window if 0 < window < self.number("context_length") else None
+
+    def num_experts(self) -> int:
+        """Of a layer with experts; 0 without any."""
+        return int(self.get(f"{self.architecture}.expert_count", int, 0))
+
     def real(self, key: str, default: float | None = None) -> float:
         """A float32 of the architecture, as the shortest decimal that names it."""
         value = self.get(f"{self.architecture}.{key}", float, default)

@@ -1,0 +1,124 @@
+"""The settings of experts in a GGUF file, by the names of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanoengine.errors import UnsupportedModelError
+from nanoengine.loading.gguf.metadata import Metadata
+
+QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
+SCALED_EXPERTS = ("deepseek2", "glm4moe")
+WITH_EXPERTS = (
+    "ernie4_5-moe",
+    "gemma4",
+    *SCALED_EXPERTS,
+    "gpt-oss",
+    "granitemoe",
+    "hunyuan-moe",
+    "llama",
+    "olmoe",
+    *QWEN_EXPERTS,
+)
+SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
+
+
+def experts_settings(
+    metadata: Metadata, stored: Mapping[str, Any], num_layers: int
+) -> dict[str, Any]:
+    """How many experts, how they are chosen, and which layers have none. Raises CorruptModelError
+    and UnsupportedModelError.
+    """
+    settings: dict[str, Any] = {
+        "num_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+    }
+    dense = [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in stored]
+    if metadata.architecture in QWEN_EXPERTS:
+        settings |= {
+            "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+            "mlp_only_layers": dense,
+        }
+        if metadata.architecture != "qwen3moe":
+            shared = metadata.number("expert_shared_feed_forward_length")
+            settings["shared_expert_intermediate_size"] = shared
+        return settings
+    if metadata.architecture in SCALED_EXPERTS:
+        return settings | _deepseek_settings(metadata, stored, dense)
+    if metadata.architecture == "gpt-oss":
+        return settings | {
+            "num_local_experts": settings["num_experts"],
+            "sliding_window": metadata.window(),
+            "sliding_window_pattern": 2,
+        }
+    if metadata.architecture == "granitemoe":
+        return settings | {"num_local_experts": settings["num_experts"]}
+    if metadata.architecture == "olmoe":
+        return settings
+    if metadata.architecture == "hunyuan-moe":
+        return {
+            "intermediate_size": metadata.number("expert_feed_forward_length"),
+            "moe_topk": settings["num_experts_per_tok"],
+            "num_experts": settings["num_experts"],
+            "num_shared_expert": metadata.number("expert_shared_count", 1),
+        }
+    if metadata.architecture == "ernie4_5-moe":
+        return _ernie_settings(metadata, [i for i in range(num_layers) if i not in dense])
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": settings.pop("num_experts"),
+        "sliding_window": metadata.window(),
+        **settings,
+    }
+
+
+def _ernie_settings(metadata: Metadata, sparse: list[int]) -> dict[str, Any]:
+    arch = metadata.architecture
+    return {
+        "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+        "moe_k": metadata.number("expert_used_count"),
+        "moe_layer_end_index": max(sparse, default=0),
+        "moe_layer_interval": metadata.number("interleave_moe_layer_step", 1),
+        "moe_layer_start_index": min(sparse, default=1),
+        "moe_num_experts": metadata.number("expert_count"),
+        "moe_num_shared_experts": metadata.get(f"{arch}.expert_shared_count", int, 0),
+    }
+
+
+def _deepseek_settings(
+    metadata: Metadata, stored: Mapping[str, Any], dense: list[int]
+) -> dict[str, Any]:
+    """DeepSeek's experts, which GLM has, too. Raises UnsupportedModelError for scores of a kind
+    that no model of the architecture has.
+    """
+    of_glm = metadata.architecture == "glm4moe"
+    by_sigmoid = of_glm or any(name.endswith("exp_probs_b.bias") for name in stored)
+    # Older files do not say it.
+    scores = metadata.number("expert_gating_func", SIGMOID if by_sigmoid else SOFTMAX)
+    renormalises = metadata.get(f"{metadata.architecture}.expert_weights_norm", bool, False)
+    if scores != SIGMOID and (of_glm or scores != SOFTMAX or renormalises):
+        raise UnsupportedModelError(
+            f"{metadata.path}: '{metadata.architecture}.expert_gating_func' is {scores}; only "
+            f"{SIGMOID}, the sigmoid, is supported"
+            + f", and {SOFTMAX}, the softmax, without 'expert_weights_norm'"
+            * (not of_glm)
+        )
+    of_kind: dict[str, Any] = {}
+    if scores == SOFTMAX:
+        of_kind = {"topk_method": "group_limited_greedy"}  # of one group: greedy
+    elif not of_glm:
+        of_kind = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    return of_kind | {
+        "attention_bias": "blk.0.attn_q.bias" in stored,
+        "first_k_dense_replace": len(dense),
+        "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+        "n_group": metadata.number("expert_group_count", 1),
+        "n_routed_experts": metadata.number("expert_count"),
+        "n_shared_experts": metadata.number("expert_shared_count"),
+        "norm_topk_prob": renormalises,
+        "routed_scaling_factor": metadata.real("expert_weights_scale", 1.0),
+        "topk_group": metadata.number("expert_group_used_count", 1),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in stored,
+    }

@@ -1,0 +1,105 @@
+"""What a GGUF file says of one family alone, by the names of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanoengine.errors import CorruptModelError, UnsupportedModelError
+from nanoengine.loading.gguf.metadata import Metadata
+from nanoengine.loading.gguf.rope_scaling import original_length
+from nanoengine.loading.layer_kinds import FULL, RECURRENT, SLIDING
+
+EXAONE_INTERVAL = 4
+GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
+# Settings that change the arithmetic, and Hugging Face's keys for them, which Granite alone has.
+GRANITE_KEYS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+def phi3_settings(metadata: Metadata) -> dict[str, Any]:
+    """The window, and the positions that the factors of the RoPE are about."""
+    return {
+        "original_max_position_embeddings": original_length(metadata),
+        "sliding_window": metadata.window(),
+    }
+
+
+def mistral_settings(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A Llama with a window in every layer."""
+    biased = sorted(name for name in stored if name.endswith(".bias"))
+    if biased:
+        raise UnsupportedModelError(
+            f"{metadata.path}: a sliding window beside {biased[0]!r} is not supported"
+        )
+    return {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": metadata.window(),
+    }
+
+
+def recurrent_settings(
+    metadata: Metadata, stored: Mapping[str, Any], num_layers: int
+) -> dict[str, Any]:
+    """Gated delta rules are in the layers that have its tensors."""
+    keys, heads = metadata.number("ssm.group_count"), metadata.number("ssm.time_step_rank")
+    inner = metadata.number("ssm.inner_size")
+    if heads % keys or inner % heads:
+        raise CorruptModelError(
+            f"{metadata.path}: {keys} key heads, {heads} value heads and {inner} values of a "
+            "recurrent layer; each must be a multiple of the one before"
+        )
+    kinds = [RECURRENT if f"blk.{i}.ssm_a" in stored else FULL for i in range(num_layers)]
+    return {
+        "layer_types": kinds,
+        "linear_conv_kernel_dim": metadata.number("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.number("ssm.state_size"),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": inner // heads,
+    }
+
+
+def gemma3_settings(metadata: Metadata, width_per_head: int, head_dim: int) -> dict[str, Any]:
+    """The layers with a window, their RoPE and the scale of scores, as llama.cpp knows them.
+
+    width_per_head: of the residual stream, by which the model of 27B scales its scores.
+    """
+    num_layers = metadata.number("block_count")
+    interval = metadata.number("attention.sliding_window_pattern", GEMMA_INTERVAL)
+    window = int(metadata.get("gemma3.attention.sliding_window", int, 0))
+    kinds = [SLIDING if window and (i + 1) % interval else FULL for i in range(num_layers)]
+    return {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": kinds,
+        "sliding_window": window or 4096,
+        "rope_local_base_freq": metadata.real("rope.freq_base_swa", GEMMA_LOCAL_THETA),
+        "query_pre_attn_scalar": width_per_head if num_layers == GEMMA_27B_LAYERS else head_dim,
+        "final_logit_softcapping": metadata.real("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def exaone_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
+    """A window that no text is longer than counts, too: layers without one do not rotate. Older
+    files do not say which layers have it.
+    """
+    window = int(metadata.get("exaone4.attention.sliding_window", int, 0)) or None
+    has_window = [bool((i + 1) % EXAONE_INTERVAL) for i in range(num_layers)]
+    if metadata.has("exaone4.attention.sliding_window_pattern"):
+        has_window = metadata.have_windows(num_layers)
+    kinds = [SLIDING if window and has else FULL for has in has_window]
+    return {"sliding_window": window, "layer_types": kinds}
+
+
+def granite_settings(metadata: Metadata, head_dim: int) -> dict[str, Any]:
+    """To llama.cpp 0 is no factor, and scores are divided by the root of head_dim then."""
+    usual = {"attention.scale": head_dim**-0.5}
+    return {
+        name: metadata.real(key, 0.0) or usual.get(key, 1.0) for key, name in GRANITE_KEYS.items()
+    }
