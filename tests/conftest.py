@@ -39,7 +39,7 @@ pytest.register_assert_rewrite("driver")  # its assertions show both sides, too
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A function from a name of TINY to the checkpoint's folder, built when first asked for."""
-    from checkpoints import TINY  # transformers' models: seconds, where pytest only hands out tests
+    from tiny_models import TINY  # transformers' models: seconds, where pytest only hands out tests
 
     @functools.cache
     def folder_of(name: str) -> Path:

@@ -36,9 +36,10 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from checkpoints import TINY, reference, reference_greedy
+from checkpoints import reference, reference_greedy
 from coded import coded_checkpoint
 from driver import Driver
+from tiny_models import TINY
 
 import nanoengine
 from benchmarks.gpu.gpu_codes import coded_products

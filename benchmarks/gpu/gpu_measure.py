@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import checkpoints
+import tiny_model
 import torch
 
 from benchmarks.gpu.gpu_rows import free_memory
@@ -30,7 +30,7 @@ from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.sequence import Admission, Sequence, SequenceStatus
 from nanoengine.startup.probe import PROBE_ID, fill_random, probe_sequence
 
-LLAMA_8B = checkpoints.LLAMA_8B | {
+LLAMA_8B = tiny_model.LLAMA_8B | {
     "model_type": "llama",
     "max_position_embeddings": 1 << 20,
     "rms_norm_eps": 1e-5,

@@ -23,9 +23,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
-from checkpoints import TINY  # noqa: E402 (found by the line above)
 from driver import host_gib  # noqa: E402
 from live_server import LiveServer, events_of, live_server, request_bytes  # noqa: E402
+from tiny_models import TINY  # noqa: E402 (found by the line above)
 
 from nanoengine.serving.openai_keys import COMPLETIONS  # noqa: E402
 

@@ -399,7 +399,7 @@ def run_storm(name: str, model: Path, rounds: int, seed: int) -> dict[str, Any]:
 
 def build_model(folder: Path) -> Path:
     """A tiny random Llama."""
-    from checkpoints import TINY  # imports transformers, which the storms do without
+    from tiny_models import TINY  # imports transformers, which the storms do without
 
     TINY["llama"](folder)
     return folder

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import EOS_IDS, TINY, reference, reference_greedy
+from checkpoints import reference, reference_greedy
 from driver import assert_all_free, fail_copies
+from tiny_model import EOS_IDS
+from tiny_models import TINY
 
 from nanoengine import (
     LLM,

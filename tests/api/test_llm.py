@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import EOS_IDS, reference, reference_greedy, reference_logits
+from checkpoints import reference, reference_greedy, reference_logits
 from driver import device_lost
+from tiny_model import EOS_IDS
 
 from nanoengine import (
     LLM,

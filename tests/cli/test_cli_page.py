@@ -8,8 +8,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from checkpoints import LLAMA_8B
 from huggingface_hub import constants
+from tiny_model import LLAMA_8B
 
 from nanoengine.cli.main import DOORS, main, make_parser
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LLAMA_8B
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import GGUFModel
+from tiny_model import LLAMA_8B
 
 from nanoengine import LLM
 from nanoengine.cli import measure

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import TINY, TinyModel
 from coded import coded_checkpoint
 from driver import Driver, assert_greedy, assert_logits_are_transformers, host_gib, small_engine
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import GGUFModel
 from marks import named, needs_no_gpu
+from tiny_model import TinyModel
+from tiny_models import TINY
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

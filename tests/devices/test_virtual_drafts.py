@@ -16,8 +16,8 @@ from marks import needs_no_gpu
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from checkpoints import TinyModel
 from mtp_models import with_head
+from tiny_model import TinyModel
 from virtual_gpu import Costs, VirtualGpu, VirtualStream
 
 from nanoengine import SamplingParams

@@ -16,10 +16,11 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from checkpoints import EOS_IDS, reference, reference_logits
+from checkpoints import reference, reference_logits
 from driver import STREAMED, Driver, small_engine
 from marks import named
 from schemas import random_schema
+from tiny_model import EOS_IDS
 
 from nanoengine import LLM, SamplingParams, StructuredOutputsParams
 from nanoengine.engine.draft_length import PayingDrafts

@@ -537,9 +537,10 @@ def run_case(bench: Bench, target: str, number: int) -> str:
 
 def make_seeds(folder: Path) -> None:
     """The whole files that cases damage, and the tokens that they give; this computes."""
-    from checkpoints import CHAT_TEMPLATE, TINY, TinyModel
     from gguf import GGMLQuantizationType
     from gguf_model import GGUFModel
+    from tiny_model import CHAT_TEMPLATE, TinyModel
+    from tiny_models import TINY
 
     TINY["llama"](folder / "folder")
     model = GGUFModel(folder / "folder")

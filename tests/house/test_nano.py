@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import EOS_IDS
 from driver import GREEDY, STREAMED, Driver, expected, host_gib, small_engine, token_ids
+from tiny_model import EOS_IDS
 from tokenizers import Tokenizer
 
 from nanoengine import SamplingParams

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import TINY
 from driver import (
     Driver,
     assert_greedy,
@@ -24,6 +23,7 @@ from driver import (
     host_gib,
     token_ids,
 )
+from tiny_models import TINY
 from torch import Tensor
 
 from nanoengine import PromptTooLongError, SamplingParams

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from checkpoints import TINY
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_models import TINY
 from transformers import (
     AutoConfig,
     LlamaConfig,

@@ -9,17 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import (
-    COMMON,
-    HYBRID,
-    HYBRID_EXPERTS,
-    TINY,
-    TinyModel,
-    reference_greedy,
-    reference_logits,
-)
+from checkpoints import reference_greedy, reference_logits
 from driver import GREEDY, Driver
 from safetensors.torch import load_file, save_file
+from tiny_model import COMMON, HYBRID, HYBRID_EXPERTS, TinyModel
+from tiny_models import TINY
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import TINY, reference, reference_greedy, reference_logits
+from checkpoints import reference, reference_greedy, reference_logits
 from driver import GREEDY, Driver, assert_greedy, token_ids
+from tiny_models import TINY
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

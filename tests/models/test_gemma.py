@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import TINY, reference, reference_logits
+from checkpoints import reference, reference_logits
 from tiers import LAYOUTS, PROMPTS, run
+from tiny_models import TINY
 from transformers import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import COMMON, TINY, reference, reference_greedy
+from checkpoints import reference, reference_greedy
 from driver import GREEDY, Driver, assert_greedy, small_engine
 from marks import needs_compiler
+from tiny_model import COMMON
+from tiny_models import TINY
 
 from nanoengine.config.model import ExpertsConfig, Factors, RecurrentConfig
 from nanoengine.errors import ConfigError, CorruptModelError, UnsupportedModelError

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import TINY, reference, reference_greedy
+from checkpoints import reference, reference_greedy
 from driver import Driver, assert_greedy, assert_logits_are_transformers, small_engine
 from marks import needs_compiler
+from tiny_models import TINY
 from torch import Tensor
 
 from nanoengine import SamplingParams

@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import HYBRID, TINY, reference, reference_logits
+from checkpoints import reference, reference_logits
 from coded import coded_checkpoint, of_size, random_rows
 from driver import Driver, assert_logits_are_transformers, small_engine
 from gguf import GGMLQuantizationType as QuantType
@@ -27,6 +27,8 @@ from gguf_model import GGUFModel
 from marks import needs_compiler
 from replays import watch_replays
 from safetensors.torch import load_file
+from tiny_model import HYBRID
+from tiny_models import TINY
 from torch import Tensor
 
 from nanoengine import SamplingParams

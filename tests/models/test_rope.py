@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import TINY, reference, reference_logits
+from checkpoints import reference, reference_logits
 from driver import GREEDY, Driver
+from tiny_models import TINY
 from transformers import LlamaConfig, Phi3Config, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import TINY
+from tiny_models import TINY
 
 from nanoengine.errors import ConfigError
 from nanoengine.loading import loader

@@ -17,7 +17,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import TINY, TinyModel, reference, reference_logits
+from checkpoints import reference, reference_logits
 from coded import coded_checkpoint, random_rows
 from driver import Driver, host_gib
 from gguf import GGMLQuantizationType as QuantType
@@ -25,6 +25,8 @@ from gguf_model import GEMMA_NAMES, ORIGINAL_NAMES, SCALINGS, GGUFModel, gguf_na
 from marks import needs_compiler
 from replays import watch_replays
 from safetensors.torch import save_file
+from tiny_model import TinyModel
+from tiny_models import TINY
 from torch import Tensor
 from transformers import PreTrainedModel
 

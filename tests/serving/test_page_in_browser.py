@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import SPECIAL_TOKENS, TinyModel
 from driver import host_gib
 from live_server import LiveServer, live_server, until
 from safetensors.torch import load_file, save_file
+from tiny_model import SPECIAL_TOKENS, TinyModel
 
 webdriver = pytest.importorskip("selenium.webdriver")
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LLAMA_8B
 from driver import small_engine
 from marks import needs_compiler
 from peak_bytes import peak_bytes_of
+from tiny_model import LLAMA_8B
 
 from nanoengine import SamplingParams
 from nanoengine.config.engine import GIB, make_config

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import BOS_ID
+from tiny_model import BOS_ID
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, AsyncLLM, InvalidParamsError, SamplingParams

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import TINY
 from marks import needs_compiler, needs_no_gpu
 from rank_threads import RankThreads
+from tiny_models import TINY
 
 from nanoengine import LLM, ConfigError
 from nanoengine.cli.main import FAILED, main

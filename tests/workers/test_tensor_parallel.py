@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import TINY
 from coded import coded_checkpoint
 from driver import fail_copies
 from gguf import GGMLQuantizationType as QuantType
@@ -25,6 +24,7 @@ from gguf_model import SCALINGS, GGUFModel, with_scaling
 from marks import needs_compiler
 from plain_products import use_plain_products
 from rank_threads import RankThreads
+from tiny_models import TINY
 from torch import Tensor
 
 from nanoengine import LLM, ConfigError, EngineError, SamplingParams, TransferError

@@ -1,0 +1,597 @@
+"""Tiny models of all architectures, by the names that tests use."""
+
+from __future__ import annotations
+
+# First: it sets what the libraries read at import.
+from tiny_model import (
+    GRANITE_HYBRID,
+    HYBRID,
+    HYBRID_EXPERTS,
+    LATENT,
+    LINEAR_ROPE,
+    LLAMA3_ROPE,
+    NEMOTRON_H,
+    TOKENIZER_SIZE,
+    YARN_ROPE,
+    TinyModel,
+)
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedTextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+TINY: dict[str, TinyModel] = {
+    "llama": TinyModel(),
+    "llama-tied": TinyModel(settings={"tie_word_embeddings": True}, seed=1),
+    "llama-bias": TinyModel(settings={"attention_bias": True, "mlp_bias": True}, seed=2),
+    "llama-rope-llama3": TinyModel(settings={"rope_parameters": LLAMA3_ROPE}, seed=3),
+    "llama-rope-linear": TinyModel(settings={"rope_parameters": LINEAR_ROPE}, seed=4),
+    # The weights of "llama" in several files.
+    "llama-sharded": TinyModel(saved_as={"max_shard_size": "200KB"}),
+    # head_dim x heads is not hidden_size, and the vocabulary is padded past the tokenizer's.
+    "qwen3": TinyModel(
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"hidden_size": 48, "head_dim": 32, "vocab_size": 272, "tie_word_embeddings": True},
+        seed=5,
+        adds_bos=False,
+        template_in_own_file=True,
+    ),
+    "qwen2": TinyModel(
+        Qwen2Config, Qwen2ForCausalLM, {"rope_parameters": YARN_ROPE}, seed=6, adds_bos=False
+    ),
+    # Queries have factors from position 16 on.
+    "ministral3": TinyModel(
+        Ministral3Config,
+        Ministral3ForCausalLM,
+        {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 32.0, "beta_fast": 2.0},
+                **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+                "original_max_position_embeddings": 16,
+            }
+        },
+        seed=21,
+    ),
+    "seed-oss": TinyModel(
+        SeedOssConfig, SeedOssForCausalLM, {"hidden_size": 48, "head_dim": 32}, seed=22
+    ),
+    "mistral": TinyModel(MistralConfig, MistralForCausalLM, {"sliding_window": None}, seed=7),
+    # A dense layer between two with experts, whose size is no multiple of a vector.
+    "qwen3-moe": TinyModel(
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+        seed=12,
+    ),
+    # One tensor for the experts of a layer, as transformers 5 holds them.
+    "mixtral": TinyModel(
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"num_local_experts": 4, "intermediate_size": 48, "sliding_window": 21},
+        seed=13,
+        saved_as={"save_original_format": False},
+    ),
+    # Sinks, a window in every other layer, and YaRN whose ramp ends between pairs.
+    "gpt-oss": TinyModel(
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "num_local_experts": 5,
+            "intermediate_size": 64,
+            "num_experts_per_tok": 2,
+            "sliding_window": 13,
+            "rope_parameters": YARN_ROPE | {"truncate": False},
+            "pad_token_id": None,
+        },
+        seed=15,
+        adds_bos=False,
+    ),
+    # Factors, and a norm's eps that matters.
+    "granite": TinyModel(
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "attention_multiplier": 0.1,
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 0.7,
+            "rms_norm_eps": 0.02,
+            "tie_word_embeddings": True,
+        },
+        seed=41,
+    ),
+    "granite-moe": TinyModel(
+        GraniteMoeConfig,
+        GraniteMoeForCausalLM,
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 1.5,
+            "num_local_experts": 5,
+            "intermediate_size": 40,
+        },
+        seed=46,
+    ),
+    "olmoe": TinyModel(
+        OlmoeConfig,
+        OlmoeForCausalLM,
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "num_key_value_heads": 4,
+            "pad_token_id": None,
+        },
+        seed=14,
+    ),
+    # Norms after attention and feed-forward alone, and over all heads of q and of k.
+    "olmo2": TinyModel(
+        Olmo2Config,
+        Olmo2ForCausalLM,
+        {"attention_bias": True, "pad_token_id": None},
+        seed=25,
+    ),
+    # The last layer sees everything, and turns by YaRN.
+    "olmo3": TinyModel(
+        Olmo3Config,
+        Olmo3ForCausalLM,
+        {
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": YARN_ROPE},
+            "pad_token_id": None,
+        },
+        seed=26,
+    ),
+    # Norms after attention and feed-forward alone, and of heads; the last layer does not turn.
+    "exaone4": TinyModel(
+        Exaone4Config,
+        Exaone4ForCausalLM,
+        {
+            "sliding_window": 13,
+            "sliding_window_pattern": 3,
+            "pad_token_id": None,
+        },
+        seed=44,
+    ),
+    "exaone4-full": TinyModel(
+        Exaone4Config,
+        Exaone4ForCausalLM,
+        {
+            "sliding_window": None,
+            "layer_types": ["full_attention"] * 3,
+            "tie_word_embeddings": True,
+            "pad_token_id": None,
+        },
+        seed=45,
+    ),
+    # Scores by sigmoid with a bias, in groups of two; a dense layer first; half a head is turned.
+    "deepseek-v2": TinyModel(
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_group": 3,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.6,
+            },
+        },
+        seed=31,
+    ),
+    "deepseek-v3": TinyModel(
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {
+            **LATENT,
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_interleave": False,
+        },
+        seed=32,
+    ),
+    "deepseek-v3-dense": TinyModel(
+        DeepseekV3Config, DeepseekV3ForCausalLM, {**LATENT, "first_k_dense_replace": 3}, seed=34
+    ),
+    "glm4-moe-lite": TinyModel(
+        Glm4MoeLiteConfig,
+        Glm4MoeLiteForCausalLM,
+        {**LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        seed=33,
+    ),
+    # All neighbours are turned; the layer in the middle has experts.
+    "ernie": TinyModel(Ernie4_5Config, Ernie4_5ForCausalLM, {"pad_token_id": None}, seed=51),
+    "ernie-moe": TinyModel(
+        Ernie4_5_MoeConfig,
+        Ernie4_5_MoeForCausalLM,
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_num_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "moe_layer_end_index": 1,
+            "pad_token_id": None,
+        },
+        seed=52,
+    ),
+    # Norms of q and k after the rotation, whose theta grows by alpha.
+    "hunyuan": TinyModel(
+        HunYuanDenseV1Config,
+        HunYuanDenseV1ForCausalLM,
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "alpha": 50.0,
+                "factor": 1.0,
+            },
+            "pad_token_id": None,
+        },
+        seed=53,
+    ),
+    "hunyuan-moe": TinyModel(
+        HunYuanMoEV1Config,
+        HunYuanMoEV1ForCausalLM,
+        {
+            "num_experts": 5,
+            "moe_topk": [2, 2, 2],
+            "intermediate_size": 40,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "alpha": 1000.0,
+                "factor": 1.0,
+            },
+            "pad_token_id": None,
+        },
+        seed=54,
+    ),
+    # Neighbours are turned, in 8 of 16 dimensions; norms before and after.
+    "glm4": TinyModel(Glm4Config, Glm4ForCausalLM, {"pad_token_id": None}, seed=42),
+    "glm": TinyModel(
+        GlmConfig,
+        GlmForCausalLM,
+        {
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            "pad_token_id": None,
+        },
+        seed=43,
+    ),
+    "glm4-moe": TinyModel(
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            "use_qk_norm": True,
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+        },
+        seed=15,
+    ),
+    # GLM 4.5 Air has no norms of heads, and one group of experts.
+    "glm4-moe-air": TinyModel(
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            "use_qk_norm": False,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 24,
+            "attention_bias": True,
+        },
+        seed=37,
+    ),
+    "qwen2-moe": TinyModel(
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+            "num_key_value_heads": 2,
+            "decoder_sparse_step": 2,
+        },
+        seed=16,
+    ),
+    # The middle layer sees no positions; keys that it lacks have other defaults than Llama's.
+    "smollm3": TinyModel(
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {"no_rope_layer_interval": 2, "pad_token_id": None},
+        seed=8,
+    ),
+    # 12 of 16 dimensions of a head are turned, and cos and sin are 1.2 times themselves.
+    "phi3": TinyModel(
+        Phi3Config,
+        Phi3ForCausalLM,
+        {
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "attention_factor": 1.2,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+                "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 13.0],
+            },
+            "pad_token_id": None,
+        },
+        seed=9,
+    ),
+    # A window that ends inside a block of 8 as of 16; and one for some of the layers.
+    "mistral-window": TinyModel(MistralConfig, MistralForCausalLM, {"sliding_window": 21}, seed=6),
+    "qwen3-window": TinyModel(
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+        seed=7,
+    ),
+    # Two of three layers are recurrent; 4 of 16 dimensions of a head are turned.
+    "qwen3.5": TinyModel(Qwen3_5TextConfig, Qwen3_5ForCausalLM, HYBRID, seed=12),
+    # Heads of odd sizes, the first layer with attention, and projections in another order.
+    "qwen3-next": TinyModel(
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        HYBRID
+        | {
+            "num_experts": 0,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "attention_bias": True,
+        },
+        seed=13,
+    ),
+    # Recurrent layers with experts, held in one tensor for all of a layer.
+    "qwen3.5-moe": TinyModel(
+        Qwen3_5MoeTextConfig,
+        Qwen3_5MoeForCausalLM,
+        HYBRID | HYBRID_EXPERTS,
+        seed=21,
+        saved_as={"save_original_format": False},
+    ),
+    # A layer with a feed-forward, and weights of experts that do not add up to one.
+    "qwen3-next-moe": TinyModel(
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        HYBRID | HYBRID_EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": False},
+        seed=18,
+    ),
+    # Mixers with and without a feed-forward behind them; heads of odd sizes.
+    "nemotron-h": TinyModel(
+        NemotronHConfig,
+        NemotronHForCausalLM,
+        NEMOTRON_H
+        | {
+            "layers_block_type": [
+                *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
+                *("linear_attention", "full_attention"),
+            ],
+            "num_hidden_layers": 7,
+        },
+        seed=41,
+    ),
+    # Experts without a gate, in groups, behind some mixers; a feed-forward behind another.
+    "nemotron-h-moe": TinyModel(
+        NemotronHConfig,
+        NemotronHForCausalLM,
+        NEMOTRON_H
+        | {
+            "layers_block_type": [
+                *("linear_attention", "moe", "full_attention", "moe", "linear_attention", "mlp"),
+                *("linear_attention", "full_attention"),
+            ],
+            "num_hidden_layers": 8,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 56,
+            "routed_scaling_factor": 2.5,
+        },
+        seed=42,
+    ),
+    # Mamba-2 layers, and attention without RoPE; experts with one beside them, or that one alone.
+    "granite-hybrid": TinyModel(
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            **GRANITE_HYBRID,
+            "num_local_experts": 5,
+            "intermediate_size": 24,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+        seed=61,
+    ),
+    # With RoPE.
+    "granite-hybrid-dense": TinyModel(
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            **GRANITE_HYBRID,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "tie_word_embeddings": True,
+        },
+        seed=62,
+    ),
+    # The middle layer sees everything, and turns by another theta than those with a window.
+    "gemma3": TinyModel(
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "hidden_size": 48,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 13,
+            "sliding_window_pattern": 2,
+            "pad_token_id": None,
+        },
+        seed=10,
+    ),
+    "gemma3-softcap": TinyModel(
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": LINEAR_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            "final_logit_softcapping": 5.0,
+            "attention_bias": True,
+            "pad_token_id": None,
+        },
+        seed=11,
+    ),
+    # Heads of two sizes and numbers; where everything is seen, v is k.
+    "gemma4": TinyModel(
+        Gemma4UnifiedTextConfig,
+        Gemma4UnifiedForCausalLM,
+        {
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "final_logit_softcapping": 5.0,
+            "pad_token_id": None,
+        },
+        seed=22,
+    ),
+    # Experts beside a feed-forward, by a router with a norm and scales of its own.
+    "gemma4-moe": TinyModel(
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "pad_token_id": None,
+        },
+        seed=24,
+    ),
+    # The last three layers read what the second and the third have stored; each has inputs.
+    "gemma4-shared": TinyModel(
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "hidden_size": 48,
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 1,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": TOKENIZER_SIZE,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "pad_token_id": None,
+        },
+        seed=23,
+    ),
+}
