@@ -35,7 +35,12 @@ INTEGERS = {"INT4": 4, "INT8": 8}  # the bits of a code; INT8's are signed
 CODES_KEY = "codes"
 # Ends of the names of matrices: those whose product is in fp32, and is never quantised; and those
 # that are multiplied as numbers even if they are stored as codes.
-ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "expert_gate.weight")
+ROUTERS = (
+    "mlp.gate.weight",
+    "block_sparse_moe.gate.weight",
+    "expert_gate.weight",
+    "mixer.gate.weight",
+)
 TAKEN_APART = ("self_attn.kv_b_proj.weight",)  # by latent attention
 NEVER_CODES = (*ROUTERS, *TAKEN_APART)
 FP8_SCALES = 2.0**119  # kernels multiply by 256 x scale: below this it is no infinity

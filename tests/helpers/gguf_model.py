@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,17 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as QuantType
+from gguf_mamba import (
+    GRANITE_HYBRID_NAMES,
+    NEMOTRON_NAMES,
+    NEMOTRONS,
+    ODD_MAMBA_NAMES,
+    WITH_MAMBA,
+    mamba_changed,
+    mamba_file_settings,
+    nemotron_kind,
+    usual_keys,
+)
 from tokenizers import pre_tokenizers
 
 from nanoengine.loading.checkpoint import CheckpointReader
@@ -98,10 +110,14 @@ NAMES = {
     "gemma3": GEMMA_NAMES,
     "gemma4": GEMMA_4_NAMES,
     "glm4": GLM4_NAMES,
+    "granitehybrid": ORIGINAL_NAMES
+    | GRANITE_HYBRID_NAMES
+    | {f"shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES},
     "hunyuan-dense": HUNYUAN_NAMES,
     "hunyuan-moe": HUNYUAN_NAMES
     | {"mlp.gate.wg": "ffn_gate_inp"}
     | {f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES},
+    **dict.fromkeys(NEMOTRONS, NEMOTRON_NAMES),
     "qwen2moe": NEWER_NAMES | {"post_attention_layernorm": "ffn_norm"},
     **dict.fromkeys(("glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), NEWER_NAMES),
     "seed_oss": NEWER_NAMES,
@@ -121,8 +137,9 @@ ODD_NAMES = {
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
+    **ODD_MAMBA_NAMES,
 }
-INTERLEAVED = ("granite", "granitemoe", "llama", "mistral3", "smollm3")
+INTERLEAVED = ("granite", "granitemoe", "llama", "mistral3", "smollm3", *WITH_MAMBA)
 WITH_NORM_OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "deepseek2"),
@@ -138,12 +155,14 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeHybridForCausalLM": "granitehybrid",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral3",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
+    "NemotronHForCausalLM": "nemotron_h",
     "OlmoeForCausalLM": "olmoe",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
@@ -214,6 +233,9 @@ class GGUFModel:
     def __init__(self, folder: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text())
         self.arch = ARCHITECTURES[self.config["architectures"][0]]
+        if self.arch in NEMOTRONS:
+            self.arch = nemotron_kind(self.config)
+            self.config |= usual_keys(self.config)
         self.types: dict[str, QuantType] = {}
         self.alignment: int | None = None
         self.tensors = self._tensors(folder)
@@ -238,6 +260,11 @@ class GGUFModel:
         with CheckpointReader(folder) as reader:
             for name in sorted(reader.names()):
                 values = reader.tensor(name).float().numpy().copy()
+                name = name.replace("backbone.", "model.")
+                if self.arch in WITH_MAMBA and not re.search(r"_proj\.|moe\.\w+_linear", name):
+                    changed = mamba_changed(self.config, name, values)
+                    tensors |= {gguf_name(each, names): v for each, v in changed.items()}
+                    continue
                 for ours, theirs in (("input", "gate_up"), ("output", "down")):
                     name = name.replace(f"{ours}_linear.weight", f"experts.{theirs}_proj")
                 if ".experts." in name:
@@ -385,6 +412,7 @@ class GGUFModel:
             | (_of_ernie(config) if arch == "ernie4_5-moe" else {})
             | (_of_granite(config, arch) if arch.startswith("granite") else {})
             | (_of_deepseek(config) if arch == "deepseek2" else {})
+            | (mamba_file_settings(config, arch) if arch in WITH_MAMBA else {})
         )
 
     def write(self, path: Path) -> Path:

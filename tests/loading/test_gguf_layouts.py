@@ -44,16 +44,19 @@ Tiny = Callable[[str], Path]
 NAMES = ("glm4-moe", "gpt-oss", "qwen2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next-moe")
 NAMES += ("gemma4", "gemma4-moe", "gemma4-shared", "deepseek-v2", "deepseek-v3", "glm4-moe-air")
 NAMES += ("ernie", "ernie-moe", "exaone4", "exaone4-full", "glm4", "granite", "granite-moe")
-NAMES += ("hunyuan", "hunyuan-moe", "ministral3", "seed-oss")
+NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "ministral3")
+NAMES += ("nemotron-h", "seed-oss")
 BY_DEFAULT = (
     *NAMES[:2],
     "ernie-moe",
     "exaone4",
     "glm4",
     "granite",
+    "granite-hybrid",
     "hunyuan",
     "hunyuan-moe",
     "deepseek-v3",
+    "nemotron-h",
     "qwen3.5-moe",
     "gemma4-shared",
 )

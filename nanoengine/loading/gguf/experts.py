@@ -9,12 +9,13 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 
 QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
-SCALED_EXPERTS = ("deepseek2", "glm4moe")
+SCALED_EXPERTS = ("deepseek2", "glm4moe", "nemotron_h_moe")
 WITH_EXPERTS = (
     "ernie4_5-moe",
     "gemma4",
     *SCALED_EXPERTS,
     "gpt-oss",
+    "granitehybrid",
     "granitemoe",
     "hunyuan-moe",
     "llama",

@@ -47,13 +47,7 @@ def recurrent_settings(
     metadata: Metadata, stored: Mapping[str, Any], num_layers: int
 ) -> dict[str, Any]:
     """Gated delta rules are in the layers that have its tensors."""
-    keys, heads = metadata.number("ssm.group_count"), metadata.number("ssm.time_step_rank")
-    inner = metadata.number("ssm.inner_size")
-    if heads % keys or inner % heads:
-        raise CorruptModelError(
-            f"{metadata.path}: {keys} key heads, {heads} value heads and {inner} values of a "
-            "recurrent layer; each must be a multiple of the one before"
-        )
+    keys, heads, value_dim = recurrent_sizes(metadata)
     kinds = [RECURRENT if f"blk.{i}.ssm_a" in stored else FULL for i in range(num_layers)]
     return {
         "layer_types": kinds,
@@ -61,8 +55,20 @@ def recurrent_settings(
         "linear_key_head_dim": metadata.number("ssm.state_size"),
         "linear_num_key_heads": keys,
         "linear_num_value_heads": heads,
-        "linear_value_head_dim": inner // heads,
+        "linear_value_head_dim": value_dim,
     }
+
+
+def recurrent_sizes(metadata: Metadata) -> tuple[int, int, int]:
+    """Key heads, value heads and the values of one of these. Raises CorruptModelError."""
+    keys, heads = metadata.number("ssm.group_count"), metadata.number("ssm.time_step_rank")
+    inner = metadata.number("ssm.inner_size")
+    if heads % keys or inner % heads:
+        raise CorruptModelError(
+            f"{metadata.path}: {keys} key heads, {heads} value heads and {inner} values of a "
+            "recurrent layer; each must be a multiple of the one before"
+        )
+    return keys, heads, inner // heads
 
 
 def gemma3_settings(metadata: Metadata, width_per_head: int, head_dim: int) -> dict[str, Any]:

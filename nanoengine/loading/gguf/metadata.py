@@ -82,18 +82,18 @@ class Metadata:
             )
         return value
 
-    def of_layers(self, key: str, num_layers: int) -> list[int]:
-        """A positive size of each layer, of which the file has one or a list."""
+    def of_layers(self, key: str, num_layers: int, at_least: int = 1) -> list[int]:
+        """A size of each layer, of which the file has one or a list."""
         full_key = f"{self.architecture}.{key}"
         if not self.has(full_key) or len(self._fields[full_key].types) == 1:
             return [self.number(key)] * num_layers
         values = self.get(full_key, list)
         if len(values) != num_layers or not all(
-            type(value) is int and 0 < value <= MAX_COUNT for value in values
+            type(value) is int and at_least <= value <= MAX_COUNT for value in values
         ):
             raise CorruptModelError(
-                f"{self.path}: {full_key!r} must have a size within 1 to {MAX_COUNT} for each of "
-                f"{num_layers} layers"
+                f"{self.path}: {full_key!r} must have a size within {at_least} to {MAX_COUNT} for "
+                f"each of {num_layers} layers"
             )
         return list(values)
 

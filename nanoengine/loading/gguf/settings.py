@@ -28,6 +28,7 @@ from nanoengine.loading.gguf.families import (
 )
 from nanoengine.loading.gguf.gemma4 import gemma4_settings
 from nanoengine.loading.gguf.latent import latent_settings
+from nanoengine.loading.gguf.mamba import HYBRIDS_OF_MAMBA, NEMOTRONS, mamba_settings
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.rope_scaling import (
     ROPE_FREQS,
@@ -47,11 +48,14 @@ ARCHITECTURES = {
     "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitehybrid": "GraniteMoeHybridForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
     "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
     "mistral3": "Ministral3ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "nemotron_h_moe": "NemotronHForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -86,7 +90,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 MAY_TURN_A_PART = ("glm4", "glm4moe", "phi3", *HYBRIDS)
 WITH_WINDOWS = ("exaone4", "gemma3", "gemma4", "gpt-oss", "llama", "phi3")
-GRANITES = ("granite", "granitemoe")
+GRANITES = ("granite", "granitehybrid", "granitemoe")
 
 
 def check_supported(metadata: Metadata) -> None:
@@ -129,6 +133,8 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
     for key in () if metadata.architecture == "deepseek2" else of_head:
         may_turn_a_part = metadata.architecture in MAY_TURN_A_PART
         may_differ = may_turn_a_part and key.startswith("rope") and turned < head_dim
+        # Nothing is turned: the converter takes the width of the stream instead of head_dim.
+        may_differ |= metadata.architecture in NEMOTRONS and key.startswith("rope")
         if metadata.number(key, head_dim) != head_dim and not may_differ:
             raise UnsupportedModelError(
                 f"{metadata.path}: {key} is {metadata.number(key)}, the head size {head_dim}; "
@@ -162,17 +168,23 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
         "tie_word_embeddings": "output.weight" not in stored,
         "torch_dtype": "bfloat16",
         **settings,
-        **_layer_settings(metadata, stored, num_heads, head_dim),
+        **_layer_settings(metadata, stored, num_layers, num_heads, head_dim),
         **_own_settings(metadata, stored, num_layers),
     }
 
 
 def _layer_settings(
-    metadata: Metadata, stored: Mapping[str, Any], num_heads: int, head_dim: int
+    metadata: Metadata,
+    stored: Mapping[str, Any],
+    num_layers: int,
+    num_heads: int,
+    head_dim: int,
 ) -> dict[str, Any]:
     """The sizes of a layer and its RoPE, as far as all layers have the same."""
     if metadata.architecture == "gemma4":
         return gemma4_settings(metadata, stored, stored.get(ROPE_FREQS))
+    if metadata.architecture in HYBRIDS_OF_MAMBA:
+        return mamba_settings(metadata, stored, num_layers, head_dim)
     theta = metadata.real("rope.freq_base", 10000.0)
     # Of a model whose layers all have experts, it is of no layer.
     inner_size = None
@@ -194,7 +206,7 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
     """What is not of all architectures: original positions, experts, recurrent layers, windows."""
     if metadata.architecture == "phi3":
         return phi3_settings(metadata)
-    if metadata.architecture == "gemma4":
+    if metadata.architecture in ("gemma4", *HYBRIDS_OF_MAMBA):
         return {}
     if metadata.architecture == "exaone4":
         return exaone_settings(metadata, num_layers)

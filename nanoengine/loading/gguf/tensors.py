@@ -19,6 +19,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
+from nanoengine.loading.gguf.mamba import KEPT_IN_FP32, MAMBA_NAMES, NEMOTRON_NAMES
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
@@ -29,7 +30,7 @@ Config = Mapping[str, Any]  # the content of config.json
 
 # Row order of q and k in a GGUF of these is llama.cpp's (pairs side by side), not Hugging Face's
 # (halves).
-PERMUTED = frozenset({"granite", "granitemoe", "llama", "mistral3", "smollm3"})
+PERMUTED = frozenset({"granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"})
 # In these the value heads of recurrent layers take turns among the key heads that they belong to;
 # Hugging Face has those of a key head together (conversion/qwen.py).
 TILED = frozenset({"qwen35", "qwen35moe"})
@@ -116,6 +117,8 @@ _NAMES = {
     "gpt-oss": _NEWER_NAMES,
     "hunyuan-dense": _HUNYUAN_NAMES,
     "hunyuan-moe": _HUNYUAN_NAMES,
+    "nemotron_h": NEMOTRON_NAMES,
+    "nemotron_h_moe": NEMOTRON_NAMES,
     "phi3": _PHI3_NAMES,
     "qwen35": _NEWER_NAMES,
     "qwen35moe": _NEWER_NAMES,
@@ -184,6 +187,8 @@ def hf_tensors(
             layer = _Layer(metadata, config, f"model.layers.{int(match[1])}.", match[2], match[3])
             if architecture.recurrent:
                 found = layer.of_recurrence(tensor)
+            if architecture.pattern or architecture.mixers:
+                found = layer.of_mamba(tensor)
             if architecture.latent and match[2] == "attn_v_b":
                 continue  # goes with attn_k_b
             if architecture.latent and match[2] == "attn_k_b":
@@ -241,7 +246,11 @@ class _Layer:
 
     def of_experts(self, stored: Any, names: ExpertNames) -> list[GgufTensor]:
         """Routers and experts; [] for others."""
-        block = self.prefix + f"{names.block}." * bool(names.block)
+        architecture = ARCHITECTURES[self.config["architectures"][0]]
+        place = "mixer" if architecture.pattern else names.block
+        block = self.prefix + f"{place}." * bool(place)
+        # Granite 4's has halves of one tensor, which may be of several formats here.
+        beside = f"{self.prefix}mlp." if architecture.mixers else block
         if self.part in _EXPERT_PARTS and len(stored.shape) == (2 if self.kind == "bias" else 3):
             parts = [names.parts[place] for place in _EXPERT_PARTS[self.part]]
             return _by_expert(f"{block}experts.", parts, str(self.kind), stored)
@@ -249,7 +258,7 @@ class _Layer:
         if self.part == _ROUTER:
             name = f"{block}gate.{self.kind}"
         elif self.part in _SHARED_PARTS and names.shared:
-            name = f"{block}{names.shared}.{_SHARED_PARTS[self.part]}_proj.{self.kind}"
+            name = f"{beside}{names.shared}.{_SHARED_PARTS[self.part]}_proj.{self.kind}"
         elif self.part == _SHARED_GATE and names.has_shared_gate:
             gate = (1, math.prod(_shape(stored)))
             whole = stored.data.reshape(1, -1)
@@ -280,6 +289,28 @@ class _Layer:
             rows.append(GgufTensor(whole, (nope_dim, rank), k, keys.tensor_type, change=Tensor.t))
             rows.append(GgufTensor(whole, (value_dim, rank), v, values.tensor_type))
         return rows
+
+    def of_mamba(self, stored: Any) -> list[GgufTensor]:
+        """A Mamba-2 layer; [] for others."""
+        name = MAMBA_NAMES.get(".".join(filter(None, (self.part, self.kind))))
+        if name is None:
+            return []
+        shape = _shape(stored)
+        if name == "conv1d.weight":
+            shape = (shape[0], 1, *shape[1:])
+        elif not name.endswith("proj.weight"):
+            shape = (math.prod(shape),)
+        is_whole = ARCHITECTURES[self.config["architectures"][0]].pattern
+        return [
+            GgufTensor(
+                f"{self.prefix}{'mixer' if is_whole else 'mamba'}.{name}",
+                shape,
+                stored.data,
+                stored.tensor_type,
+                change=_log_of_negative if name == "A_log" else None,
+                dtype="F32" if name in KEPT_IN_FP32 else "BF16",
+            )
+        ]
 
     def of_recurrence(self, stored: Any) -> list[GgufTensor]:
         """The gated delta rule; [] for others."""
