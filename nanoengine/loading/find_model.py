@@ -28,6 +28,7 @@ from nanoengine.loading.gguf.convert import (
     read_code_counts,
     read_gguf_config,
 )
+from nanoengine.loading.gguf.parts import names_beside
 from nanoengine.loading.hub import fetch_config, hub_folder, is_hub_id
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import PACKAGED, packaged_gguf
@@ -135,9 +136,10 @@ def _convert_once(path: Path, keeps_codes: bool) -> Path:
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:64].lstrip(".")
     try:
         kept = "-codes" if keeps_codes else ""
-        key = f"{model_cache.remembered_digest(path)}-v{CONVERTER_VERSION}{kept}"
+        parts = [path, *filter(Path.is_file, names_beside(path))]
+        key = f"{model_cache.joint_digest(parts)}-v{CONVERTER_VERSION}{kept}"
     except OSError as error:
-        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
+        raise ModelLoadError(f"{error.filename} cannot be read: {error.strerror}") from error
 
     def convert(target: Path) -> str:
         logger.info("converting %s (once)", path, extra=LONG_WORK)

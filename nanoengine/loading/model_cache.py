@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -77,6 +77,12 @@ def remembered_digest(path: Path) -> str:
     if time.time_ns() - status.st_ctime_ns > SETTLED_NS:
         _remember(name, digest)
     return digest
+
+
+def joint_digest(paths: Sequence[Path]) -> str:
+    """`remembered_digest` of one file, or of several in this order."""
+    digests = [remembered_digest(path) for path in paths]
+    return digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
 
 def _remember(name: str, digest: str) -> None:

@@ -260,7 +260,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     ),
     "35 part of a GGUF": (
         lambda b: LLM(b.part_of_a_gguf()),
-        ("part 1 of 2", "llama-gguf-split --merge m-00001-of-00002.gguf m.gguf"),
+        ("part 1 of 2", "part 2 is not beside it: get m-00002-of-00002.gguf"),
     ),
 }
 HQQ = {"quant_method": "hqq"}

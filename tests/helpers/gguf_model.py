@@ -415,8 +415,9 @@ class GGUFModel:
             | (mamba_file_settings(config, arch) if arch in WITH_MAMBA else {})
         )
 
-    def write(self, path: Path) -> Path:
-        writer = gguf.GGUFWriter(path, self.arch)
+    def write(self, path: Path, **split: Any) -> Path:
+        """split: of GGUFWriter, where it writes several files."""
+        writer = gguf.GGUFWriter(path, self.arch, **split)
         if self.alignment is not None:
             writer.add_custom_alignment(self.alignment)
         for key, value in self.settings.items():

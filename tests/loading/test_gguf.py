@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from checkpoints import GGUFValue
 from driver import Driver, assert_logits_are_transformers
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import SCALINGS, USER_DEFINED, WITH_WINDOWS, GGUFModel, with_scaling
@@ -32,7 +31,6 @@ from nanoengine.loading import find_model
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.gguf import convert as gguf_convert
 from nanoengine.loading.gguf.convert import convert_gguf, read_gguf_config
-from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.settings import turned_part
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.model_config import read_model_config
@@ -363,26 +361,6 @@ def test_bos_follows_the_flag_or_the_kind_of_tokenizer(
     llama.settings |= {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": flag}
     convert_gguf(llama.write(tmp_path / "m.gguf"), out)
     assert len(Tokenizer.from_folder(out).encode("x")) == first
-
-
-@pytest.mark.parametrize(
-    ("name", "stem"), [("big-Q4-00002-of-00003.gguf", "big-Q4"), ("m.gguf", "MODEL")]
-)
-def test_a_part_of_a_split_file_says_how_to_merge(
-    llama: GGUFModel, tmp_path: Path, out: Path, name: str, stem: str
-) -> None:
-    llama.settings |= {"split.no": 1, "split.count": 3, "split.tensors.count": 99}
-    path = llama.write(tmp_path / name)
-    merge = f"llama-gguf-split --merge {stem}-00001-of-00003.gguf {stem}.gguf, and give"
-    for read in (lambda: convert_gguf(path, out), lambda: read_gguf_config(path)):
-        with pytest.raises(UnsupportedModelError, match=f"part 2 of 3 of a GGUF .*{merge}"):
-            read()
-    # Parts after the first have nothing but these.
-    parts = {key: GGUFValue(value) for key, value in llama.settings.items() if "split" in key}
-    with pytest.raises(UnsupportedModelError, match="part 2 of 3"):
-        Metadata(path, parts)
-    llama.settings |= {"split.no": 0, "split.count": 0}  # after a merge
-    convert_gguf(llama.write(tmp_path / "whole.gguf"), out)
 
 
 def test_per_layer_lists_of_equal_sizes_are_read(

@@ -2,8 +2,7 @@
 
 settings.py makes its configuration, tokenizer.py its tokenizer; tensors.py names its tensors. These
 are read and dequantised by the `gguf` package, then rounded to bfloat16. Knows nothing of caches or
-of the engine: after the conversion there is one loading path, `loader.py`'s. The file is not
-trusted: its whole structure is checked against its size before the package reads it.
+of the engine: after the conversion there is one loading path, `loader.py`'s.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ import numpy.typing as npt
 import torch
 
 from nanoengine.config.engine import GIB
-from nanoengine.errors import CorruptModelError, UnsupportedModelError
+from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.checkpoint import DTYPES
 from nanoengine.loading.gguf.metadata import Metadata
+from nanoengine.loading.gguf.reader import open_gguf
 from nanoengine.loading.gguf.rope_scaling import ROPE_TENSORS
 from nanoengine.loading.gguf.settings import check_supported, model_config
-from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.gguf.tensors import TILED, GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
 from nanoengine.models.families import OUT_IS_TILED
@@ -51,13 +50,10 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     model.safetensors (bfloat16; codes are uint8 [rows, bytes of a row], and CODES_KEY of its
     metadata is JSON with the format of each). At most 16 MiB of float32 are held at a time.
     Raises CorruptModelError for a damaged file, UnsupportedModelError for what cannot be
-    represented.
+    represented, ModelNotFoundError for a part of a split file that is not beside it.
     """
-    check_structure(source)
-    reader = _open_reader(source)
-    metadata = Metadata(source, reader.fields)
+    metadata, stored = open_gguf(source)
     check_supported(metadata)
-    stored = {tensor.name: tensor for tensor in reader.tensors}
     _check_types(source, stored)
     config = model_config(metadata, stored)
     if keeps_codes:
@@ -108,47 +104,15 @@ def _order_of_codes(metadata: Metadata) -> dict[str, Any]:
 
 def _described(source: Path) -> tuple[Metadata, dict[str, Any]]:
     """The metadata without the vocabulary, and the tensors by name."""
-    vocabulary = check_structure(source)
-    reader = _open_reader(source, vocabulary)
-    metadata = Metadata(source, reader.fields)
+    metadata, stored = open_gguf(source, reads_vocabulary=False)
     check_supported(metadata)
-    return metadata, {tensor.name: tensor for tensor in reader.tensors}
-
-
-def _open_reader(path: Path, unread: Mapping[int, int] | None = None) -> Any:
-    """A `gguf.GGUFReader` of a file whose structure was checked. unread: where values begin and end
-    that it leaves out, as it takes seconds for a vocabulary.
-    """
-    ends = unread or {}
-    # 0.3 s to import, and needed only the first time a GGUF is used.
-    import gguf
-
-    class Reader(gguf.GGUFReader):
-        """Slices a plain array, not a memmap: a third of the time for 100,000 strings."""
-
-        @property
-        def data(self) -> Any:
-            return self._plain
-
-        @data.setter
-        def data(self, mapped: Any) -> None:
-            self._plain = mapped.view(np.ndarray)
-
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            if orig_offs in ends:
-                return ends[orig_offs] - orig_offs, [], [], []
-            return super()._get_field_parts(orig_offs, raw_type)
-
-    try:
-        return Reader(path)
-    except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
-        raise CorruptModelError(f"{path} is damaged: {error}") from error
+    return metadata, stored
 
 
 def _check_types(path: Path, stored: Mapping[str, Any]) -> None:
     """Every tensor type must be one that the `gguf` package can dequantise (probed with one
     block)."""
-    import gguf  # 0.3 s, see _open_reader
+    import gguf  # 0.3 s, needed only the first time a GGUF is used
 
     for kind in sorted({tensor.tensor_type for tensor in stored.values()}):
         block = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
@@ -210,7 +174,7 @@ def _write_safetensors(path: Path, tensors: list[GgufTensor]) -> None:
 
 
 def _write_tensor(file: BinaryIO, tensor: GgufTensor) -> None:
-    import gguf  # 0.3 s, see _open_reader
+    import gguf  # 0.3 s, see _check_types
 
     for data in _row_chunks(tensor):
         if tensor.code_format:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,29 +11,20 @@ import numpy as np
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.gguf.structure import MAX_COUNT
 
-SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf", re.IGNORECASE)  # names that llama.cpp gives parts
-
 
 class Metadata:
     """Typed access to the key-value part, with the architecture's prefix filled in."""
 
     def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
-        """Raises UnsupportedModelError for a part of a file that was split."""
+        """part: its number, from 1, and how many there are. num_tensors: of all parts."""
         self.path = path
         self._fields = fields
-        self._refuse_a_part()
-        self.architecture = str(self.get("general.architecture", str))
-
-    def _refuse_a_part(self) -> None:
-        number, count = self.get("split.no", int, 0) + 1, self.get("split.count", int, 1)
-        if count > 1:
-            named = SPLIT.fullmatch(self.path.name)
-            stem = named[1] if named else "MODEL"
-            raise UnsupportedModelError(
-                f"{self.path} is part {number} of {count} of a GGUF that was split; merge the "
-                f"parts with llama.cpp, llama-gguf-split --merge {stem}-00001-of-{count:05}.gguf "
-                f"{stem}.gguf, and give the whole file"
-            )
+        count = self.get("split.count", int, 0)
+        self.part = (self.get("split.no", int, 0) + 1, count) if count > 1 else (1, 1)
+        self.num_tensors = self.get("split.tensors.count", int, 0)
+        # Parts behind the first have nothing but these keys.
+        unknown = None if self.part[0] == 1 else ""
+        self.architecture = str(self.get("general.architecture", str, unknown))
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         """The value of `key`; CorruptModelError if it is missing without a default, or of another
