@@ -63,7 +63,7 @@ class GGUFValue:
     """A metadata field of a GGUF file that is not there."""
 
     def __init__(self, value: Any) -> None:
-        self.value, self.types = value, [None]
+        self.value, self.types = value, [None] * (2 if isinstance(value, list) else 1)
 
     def contents(self) -> Any:
         return self.value

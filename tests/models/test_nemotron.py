@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import GGUFValue
 from driver import (
     Driver,
     assert_greedy,
@@ -30,6 +32,8 @@ from transformers import AutoModelForCausalLM
 from nanoengine.config.model import ExpertsConfig
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.errors import UnsupportedModelError
+from nanoengine.loading.gguf.metadata import Metadata
+from nanoengine.loading.gguf.settings import check_supported, model_config
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.expert_layer import make_mixture, make_router
 from nanoengine.models.experts import ExpertWeights, GroupedExperts, MixtureWeights, RouterWeights
@@ -149,6 +153,56 @@ def test_the_published_shape_has_the_published_size(tmp_path: Path) -> None:
     found = weight_bytes(config, WHOLE, WeightForm(2, None, {}, packs=True))
     assert (round(found.held / 2e9, 1), round(found.active / 2e9, 1)) == (31.6, 3.6)
     assert len(config.recurrent_layers) == 23 and len(config.attention_layers) == 6
+
+
+PUBLISHED_GGUF: dict[str, Any] = {  # the metadata of llama.cpp's files of the same model
+    "attention.head_count": 32,
+    "attention.head_count_kv": [2 * (kind == "*") for kind in PUBLISHED["hybrid_override_pattern"]],
+    "attention.key_length": 128,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.value_length": 128,
+    "block_count": 52,
+    "context_length": 1048576,
+    "embedding_length": 2688,
+    "expert_count": 128,
+    "expert_feed_forward_length": 1856,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
+    "expert_shared_count": 1,
+    "expert_shared_feed_forward_length": 3712,
+    "expert_used_count": 6,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 2.5,
+    "feed_forward_length": [1856 * (kind == "E") for kind in PUBLISHED["hybrid_override_pattern"]],
+    "rope.dimension_count": 84,
+    "rope.freq_base": 10000.0,
+    "rope.scaling.finetuned": False,
+    "ssm.conv_kernel": 4,
+    "ssm.group_count": 8,
+    "ssm.inner_size": 4096,
+    "ssm.state_size": 128,
+    "ssm.time_step_rank": 64,
+}
+
+
+def test_metadata_of_a_published_file_says_what_its_config_json_does(tmp_path: Path) -> None:
+    fields = {f"nemotron_h_moe.{key}": GGUFValue(value) for key, value in PUBLISHED_GGUF.items()}
+    fields["general.architecture"] = GGUFValue("nemotron_h_moe")
+    metadata = Metadata(tmp_path / "m.gguf", fields)
+    check_supported(metadata)
+    stored: dict[str, Any] = {f"blk.{layer}.attn_norm.weight": None for layer in range(52)}
+    for layer, size in enumerate(PUBLISHED_GGUF["feed_forward_length"]):
+        stored |= {f"blk.{layer}.ffn_gate_inp.weight": None} if size else {}
+    embedding = torch.empty(2688, 131072, device="meta")  # sizes in GGUF's order
+    stored |= {"token_embd.weight": embedding, "output.weight": embedding}
+    found = []
+    for folder, config in (("ours", model_config(metadata, stored)), ("theirs", PUBLISHED)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+        found.append(read_model_config(tmp_path / folder))
+    ours, theirs = found
+    like_theirs = {"max_position": theirs.max_position, "stored_dtype": theirs.stored_dtype}
+    assert replace(ours, **like_theirs) == theirs
 
 
 @needs_compiler
