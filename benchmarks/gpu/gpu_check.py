@@ -63,6 +63,7 @@ from benchmarks.gpu.gpu_measure import (
 )
 from benchmarks.gpu.gpu_offloaded_cache import offloaded_cache
 from benchmarks.gpu.gpu_ranks import two_gpus
+from benchmarks.gpu.gpu_recurrence import recurrent_layers
 from benchmarks.gpu.gpu_rows import Run, chosen, is_ok, run_rows, save
 from benchmarks.gpu.gpu_workload import Peers, nano_vllm, workload
 from benchmarks.induction import write_checkpoint
@@ -461,6 +462,7 @@ def make_rows(
             "host_attention": lambda: host_attention(scale),
             "kernels": lambda: kernels(scale),
             "coded_products": lambda: coded_products(scale, read_speed()),
+            "recurrent_layers": lambda: recurrent_layers(scale),
         },
         "speeds": {
             "resident_decode": lambda: resident_decode(large, scale, read_speed()),

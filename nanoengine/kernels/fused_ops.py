@@ -77,6 +77,9 @@ class Kernels(Protocol):
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> None: ...
+    def recurrence(
+        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
+    ) -> None: ...
 
 
 class KernelOps(TorchOps):
@@ -108,6 +111,13 @@ class KernelOps(TorchOps):
         }
         return partial(_half_of, kernels[activation])
 
+    def recurrence(
+        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext
+    ) -> Tensor:
+        out = x.new_empty(x.shape[0], net.shape.value_size)
+        self._kernels.recurrence(x, net, state, ctx, out)
+        return out
+
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
         return forward() if self._recorder is None else self._recorder.replay(key, forward)
 
@@ -138,13 +148,6 @@ class CpuOps(KernelOps):
     def relu2(self, x: Tensor) -> Tensor:
         self._kernels.tape.call(_relu2, (x,))
         return x
-
-    def recurrence(
-        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext
-    ) -> Tensor:
-        out = x.new_empty(x.shape[0], net.shape.value_size)
-        self._kernels.recurrence(x, net, state, ctx, out)
-        return out
 
     def argmax(self, logits: Tensor) -> Tensor:
         return self._kernels.argmax(logits)

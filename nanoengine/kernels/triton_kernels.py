@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoengine.context import KVTarget
+from nanoengine.kernels.triton_recurrence import recurrence
 
 
 @triton.jit
@@ -135,6 +136,8 @@ def _clamped_swiglu(gate_up, out, row_size, SIZE: tl.constexpr, STEP: tl.constex
 
 class TritonKernels:
     """Launches the kernels (fused_ops.GpuKernels)."""
+
+    recurrence = staticmethod(recurrence)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """out = x / rms(x) * weight over the last dimension; see CpuKernels.rms_norm.

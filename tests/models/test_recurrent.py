@@ -7,7 +7,7 @@ Logits and ids beside transformers' are tested with the other architectures' (TI
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,67 +17,19 @@ import torch
 from checkpoints import reference, reference_greedy
 from driver import Driver, assert_greedy, assert_logits_are_transformers, small_engine
 from marks import needs_compiler
+from recurrent_layers import SHAPES, Rule, make_net, make_state, run_step, some_rows
 from tiny_models import TINY
 from torch import Tensor
 
 from nanoengine import SamplingParams
 from nanoengine.config.model import RecurrentConfig
-from nanoengine.context import ForwardContext, RecurrentState, StepRows
+from nanoengine.context import ForwardContext, RecurrentState
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kv.block_manager import Block
 from nanoengine.kv.state_slots import StateSnapshots
-from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.mamba import MambaNet, RecurrentNet, recurrence
 from nanoengine.startup import memory_plan
-
-SHAPES = {
-    "as in Qwen": RecurrentConfig((0,), 1, 3, 128, 128, 4),
-    "odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3),
-    "Mamba-2": RecurrentConfig((0,), 1, 3, 128, 64, 4, rule="mamba"),
-    "Mamba-2 of odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3, rule="mamba"),
-}
-Rule = Callable[[Tensor, RecurrentNet, RecurrentState, ForwardContext], Tensor]
-
-
-def make_net(shape: RecurrentConfig) -> RecurrentNet:
-    generator = torch.Generator().manual_seed(1)
-
-    def random_of(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=generator)
-
-    heads = shape.num_value_heads
-    conv = random_of(shape.conv_size, shape.channels)
-    decay, dt_bias = -random_of(heads).exp() / 8, random_of(heads)
-    if shape.rule == "delta":
-        return DeltaNet(shape, conv, decay, dt_bias, random_of(shape.value_dim), 1e-6)
-    bias, skip, norm = (random_of(n) for n in (shape.channels, heads, shape.value_size))
-    return MambaNet(shape, conv, bias, decay, dt_bias, skip, norm, 1e-6)
-
-
-def make_state(shape: RecurrentConfig, dtype: torch.dtype) -> RecurrentState:
-    """Five slots of noise: what a new sequence finds there must not matter."""
-    generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(5, shape.conv_size - 1, shape.channels, generator=generator).to(dtype)
-    heads = (5, shape.num_value_heads, shape.key_dim, shape.value_dim)
-    return RecurrentState(inputs, torch.randn(heads, generator=generator), torch.empty(0))
-
-
-def run_step(
-    rule: Rule,
-    net: RecurrentNet,
-    state: RecurrentState,
-    x: Sequence[Tensor],
-    done: Sequence[int],
-    slots: Sequence[int],
-) -> list[Tensor]:
-    """The rows of each sequence, of which `done` tokens were computed before."""
-    lengths = [(len(rows), before + len(rows)) for rows, before in zip(x, done, strict=True)]
-    ctx = ForwardContext.lay_out(
-        StepRows([0], [0], lengths), None, None, lambda v, dtype: torch.tensor(v, dtype=dtype)
-    )
-    state = RecurrentState(state.inputs, state.memory, torch.tensor(slots))
-    return list(rule(torch.cat(list(x)), net, state, ctx).split([len(rows) for rows in x]))
 
 
 def rules(kernels: CpuKernels) -> dict[str, Rule]:
@@ -87,11 +39,6 @@ def rules(kernels: CpuKernels) -> dict[str, Rule]:
         return out
 
     return {"C": in_c, "PyTorch": recurrence}
-
-
-def some_rows(net: RecurrentNet, dtype: torch.dtype, *lengths: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(n, sum(net.shape.sizes), generator=generator).to(dtype) for n in lengths]
 
 
 @needs_compiler

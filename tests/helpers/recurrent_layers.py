@@ -1,0 +1,93 @@
+"""Recurrent layers with random weights, states and rows, and one step of them without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from nanoengine.config.model import RecurrentConfig
+from nanoengine.context import ForwardContext, RecurrentState, StepRows
+from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.mamba import MambaNet, RecurrentNet
+
+CPU = torch.device("cpu")
+SHAPES = {
+    "as in Qwen": RecurrentConfig((0,), 1, 3, 128, 128, 4),
+    "odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3),
+    "Mamba-2": RecurrentConfig((0,), 1, 3, 128, 64, 4, rule="mamba"),
+    "Mamba-2 of odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3, rule="mamba"),
+}
+Rule = Callable[[Tensor, RecurrentNet, RecurrentState, ForwardContext], Tensor]
+
+
+def make_net(shape: RecurrentConfig, device: torch.device = CPU) -> RecurrentNet:
+    """A layer between its projections; float32."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random_of(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator).to(device)
+
+    heads = shape.num_value_heads
+    conv = random_of(shape.conv_size, shape.channels)
+    decay, dt_bias = -random_of(heads).exp() / 8, random_of(heads)
+    if shape.rule == "delta":
+        return DeltaNet(shape, conv, decay, dt_bias, random_of(shape.value_dim), 1e-6)
+    bias, skip, norm = (random_of(n) for n in (shape.channels, heads, shape.value_size))
+    return MambaNet(shape, conv, bias, decay, dt_bias, skip, norm, 1e-6)
+
+
+def make_state(
+    shape: RecurrentConfig, dtype: torch.dtype, slots: int = 5, device: torch.device = CPU
+) -> RecurrentState:
+    """Slots of noise: what a new sequence finds there must not matter."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(slots, shape.conv_size - 1, shape.channels, generator=generator).to(dtype)
+    heads = (slots, shape.num_value_heads, shape.key_dim, shape.value_dim)
+    memory = torch.randn(heads, generator=generator)
+    return RecurrentState(inputs.to(device), memory.to(device), torch.empty(0))
+
+
+def context_of(
+    lengths: Sequence[int], done: Sequence[int], device: torch.device = CPU
+) -> ForwardContext:
+    """A step of sequences with so many rows, of which `done` tokens were computed before: minus as
+    many as it has rows: they are padding, without keys.
+    """
+    both, nothing = zip(lengths, done, strict=True), cast(Any, None)
+    rows = StepRows([0], [0], [(num, num + before) for num, before in both])
+    return ForwardContext.lay_out(
+        rows,
+        nothing,
+        nothing,
+        lambda values, dtype: torch.tensor(values, dtype=dtype, device=device),
+    )
+
+
+def in_slots(state: RecurrentState, slots: Sequence[int]) -> RecurrentState:
+    """The state, whose sequences have these slots."""
+    return replace(state, slots=torch.tensor(slots, device=state.memory.device))
+
+
+def run_step(
+    rule: Rule,
+    net: RecurrentNet,
+    state: RecurrentState,
+    x: Sequence[Tensor],
+    done: Sequence[int],
+    slots: Sequence[int],
+) -> list[Tensor]:
+    """The rows of each sequence; done: as in context_of."""
+    lengths = [len(rows) for rows in x]
+    ctx = context_of(lengths, done, state.memory.device)
+    return list(torch.split(rule(torch.cat(list(x)), net, in_slots(state, slots), ctx), lengths))
+
+
+def some_rows(net: RecurrentNet, dtype: torch.dtype, *lengths: int) -> list[Tensor]:
+    """What the projections give, of sequences of so many tokens."""
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(n, sum(net.shape.sizes), generator=generator) for n in lengths]
+    return [each.to(net.conv.device, dtype) for each in rows]
