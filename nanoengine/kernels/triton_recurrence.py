@@ -285,8 +285,7 @@ def recurrence(
     mix[(tokens, 2 * shape.num_key_heads + shape.num_value_heads)](
         x, net.conv, bias, net.decay, net.dt_bias, state.inputs, *step, mixed, gates,
         num_seqs, x.stride(0), shape.key_dim**-0.5, *heads, shape.conv_size, pad(shape.conv_size),
-        widest, is_delta,
-        num_warps=1,
+        widest, is_delta, num_warps=1,
     )  # fmt: skip
     block, blocks = blocks_of(shape)
     share = pad(triton.cdiv(shape.channels, blocks * shape.num_value_heads))
@@ -299,7 +298,8 @@ def recurrence(
     size = shape.value_size // groups
     gated_norm[(tokens, groups)](
         x, mixed, net.norm, out, net.eps, x.stride(0), shape.channels - shape.value_size,
-        shape.channels, groups, size, pad(size), is_delta, num_warps=min(16, max(1, size // 256)),
+        shape.channels, groups, size, pad(size), is_delta,
+        num_warps=min(16, max(1, pad(size) // 256)),
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ SHAPES = {
     "delta of odd sizes": RecurrentConfig((0,), 1, 3, 80, 96, 4),
     "Mamba-2": RecurrentConfig((0,), 2, 4, 128, 64, 4, rule="mamba"),
     "Mamba-2 of odd sizes": RecurrentConfig((0,), 1, 3, 80, 96, 3, rule="mamba"),
+    "Granite 4 H Micro": RecurrentConfig((0,), 1, 48, 128, 64, 4, rule="mamba"),
     "Mamba-2 of 256": RecurrentConfig((0,), 1, 2, 256, 64, 4, rule="mamba"),
 }
 

@@ -145,7 +145,7 @@ def output_of(layer: torch.nn.Module, weights: dict[str, Tensor], rows: Tensor) 
     return output
 
 
-LENGTHS = named({"70 tokens": 70, "1 token": 1, "300 tokens": 300}, "70 tokens", "1 token")
+LENGTHS = named({"40 tokens": 40, "1 token": 1, "300 tokens": 300}, "40 tokens", "1 token")
 
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
