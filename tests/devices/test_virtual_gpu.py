@@ -265,6 +265,26 @@ def test_states_go_back_on_the_device(gpu: VirtualGpu, tiny: Callable[[str], Pat
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    "model", ["qwen3.5", pytest.param("nemotron-h", marks=pytest.mark.breadth)]
+)
+def test_a_cached_beginning_brings_its_state(
+    gpu: VirtualGpu, tiny: Callable[[str], Path], model: str
+) -> None:
+    """The second time a prompt goes on from a snapshot, beside another request."""
+    folder, first, other = tiny(model), prompt(2 * BLOCK + 2), prompt(5)
+    with gpu.left():
+        wanted = [expected(folder, p, NUM_TOKENS) for p in (first, other)]
+    made = engine(folder, **RESIDENT)
+    gpu.strict = True
+    (alone,) = answer(made, [first], GREEDY)
+    outputs = answer(made, [first, other], GREEDY)
+    gpu.strict = False
+    assert token_ids([alone]) == wanted[:1] and token_ids(outputs) == wanted
+    assert [output.num_cached_tokens for output in (alone, outputs[0])] == [0, 2 * BLOCK]
+    made.close()
+
+
 def test_decode_steps_are_one_graph_or_one_a_layer(
     gpu: VirtualGpu, tiny: Callable[[str], Path]
 ) -> None:
