@@ -13,7 +13,7 @@ from benchmarks.gpu.gpu_kernels import kernel_s, wall_s
 from benchmarks.gpu.gpu_measure import Row, Scale
 from nanoengine.config.model import RecurrentConfig
 from nanoengine.context import ForwardContext, RecurrentState
-from nanoengine.models.mamba import RecurrentNet, recurrence
+from nanoengine.models.rules import RecurrentNet, recurrence
 
 SHAPES = {
     "Qwen3.6-27B": RecurrentConfig((0,), 16, 48, 128, 128, 4),

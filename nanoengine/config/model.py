@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from nanoengine.config.attention import AttentionConfig
 
+LEAST_SUM = 1e-20  # below any sum of scores that is not 0
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -113,6 +115,37 @@ class RecurrentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConvConfig:
+    """`layers` with a gated short convolution instead of attention (LFM2, arXiv 2511.23404). Of a
+    token's B, C and x the product B x is convolved, and the result multiplied by C. conv_size:
+    tokens that the convolution sees. has_bias: of it, and of the products around it.
+    """
+
+    layers: tuple[int, ...]
+    channels: int
+    conv_size: int
+    has_bias: bool = False
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of a token that a layer takes: B, C and x."""
+        return [self.channels] * 3
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of what a layer gives, of a token."""
+        return self.channels
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """As of RecurrentConfig: there is no memory."""
+        return (self.conv_size - 1, self.channels), (0,)
+
+
+AnyRecurrent = RecurrentConfig | ShortConvConfig
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """Each token goes to `top_k` of a layer's experts, but in dense_layers.
 
@@ -121,6 +154,8 @@ class ExpertsConfig:
     multiplies them. top_groups: of num_groups groups of experts, those open to a token, which are
     those whose group_best best experts have the largest sum.
     shared_size: of the expert that all tokens go to (0: none). has_bias: of all products here.
+    has_choice_bias: scores have a bias for the choice alone. least_sum: is added to the sum that
+    scores are divided by, so that it is never 0.
     """
 
     count: int
@@ -135,6 +170,8 @@ class ExpertsConfig:
     group_best: int = 2
     shared_size: int = 0
     has_bias: bool = False
+    has_choice_bias: bool = False
+    least_sum: float = LEAST_SUM
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +246,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     final_logit_softcap: float | None = None
     wrapper: str = ""
-    recurrent: RecurrentConfig | None = None
+    recurrent: AnyRecurrent | None = None
     bare_layers: tuple[int, ...] = ()
     experts: ExpertsConfig | None = None
     shapes: tuple[LayerShape, ...] = ()

@@ -1,5 +1,5 @@
 /* Recurrent layers on the CPU: a causal convolution, the gated delta rule (arXiv 2412.06464) and a gated
- * norm in one call; included by cpu_kernels.c.
+ * norm in one call, or the convolution alone; included by cpu_kernels.c.
  *
  * Every token is one step of the rule, in order: the bits of a row depend on its sequence alone. A column
  * of a head's matrix depends on the same column of v alone, so columns are computed in stripes that stay
@@ -7,9 +7,12 @@
  */
 enum { STRIPE = 4 }; /* vectors of columns */
 enum { TOKENS = 16 }; /* whose q and k are kept */
+enum { MAMBA, DELTA, SHORT_CONV }; /* rules: Mamba-2's, the gated delta rule, LFM2's convolution alone */
 
 typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step; strides in elements */
-    const void *x; /* [tokens, channels + values + 2 * heads]: q, k, v; z; b; a, or dt of Mamba-2 */
+    /* [tokens, channels + values + 2 * heads]: q, k, v; z; b; a, or dt of Mamba-2. Of a short convolution
+     * [tokens, 3 * channels]: B, C, x. */
+    const void *x;
     const float *conv, *decay, *dt_bias, *norm;
     void *inputs; /* [slots, conv_size - 1, channels] */
     float *memory; /* [slots, heads, key_dim, value_dim] */
@@ -17,9 +20,9 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
     const int32_t *query_start, *kv_lens;
     float *mixed; /* [tokens, channels], for this call: after the convolution; of v the heads' results */
     void *out; /* [tokens, heads, value_dim] */
-    const float *conv_bias, *skip; /* of Mamba-2 (arXiv 2405.21060) */
-    int64_t sequences, tokens, x_token, key_heads, heads, key_dim, value_dim, conv_size, is_bf16, threads,
-        is_delta; /* else the rule is Mamba-2's */
+    const float *conv_bias, *skip; /* of Mamba-2 (arXiv 2405.21060); a short convolution may have the first */
+    /* Channels without heads are the values of one. */
+    int64_t sequences, tokens, x_token, key_heads, heads, key_dim, value_dim, conv_size, is_bf16, threads, rule;
     double eps;
 } delta_args;
 
@@ -39,20 +42,27 @@ INLINE int64_t channels_of(const delta_args *a) { return 2 * key_size(a) + a->he
 /* Channels [d, d + LANES) of the input `ago` tokens before token t of a run. */
 INLINE vf input_at(const delta_args *a, const run_t *r, int64_t t, int64_t ago, int64_t d, int mode) {
     const int64_t dim = channels_of(a), kept = a->conv_size - 1;
-    if (t >= ago) return LOAD(a->x, (r->first + t - ago) * a->x_token + d, mode);
+    const char *x = AT(a->x, (r->first + t - ago) * a->x_token, mode);
+    if (t >= ago && a->rule == SHORT_CONV)
+        return rounded(LOAD(x, d, mode) * LOAD(x, 2 * dim + d, mode), mode);
+    if (t >= ago) return LOAD(x, d, mode);
     if (r->is_new) return splat(0.0f);
     return LOAD(a->inputs, (r->slot * kept + kept + t - ago) * dim + d, mode);
 }
 
-/* LANES channels of a run: silu of their convolution, and what the next step needs of them. */
+/* LANES channels of a run: their convolution, then silu or times C, and what the next step needs of them. */
 INLINE void convolve(const delta_args *a, const run_t *r, int64_t d, int mode) {
     const int64_t dim = channels_of(a), kept = a->conv_size - 1;
-    const vf bias = a->is_delta ? splat(0.0f) : LOAD(a->conv_bias, d, F32);
+    const vf bias = a->conv_bias ? LOAD(a->conv_bias, d, F32) : splat(0.0f);
     for (int64_t t = 0; t < r->count; t++) {
         vf sum = bias;
         for (int64_t ago = kept; ago >= 0; ago--)
             sum = fused(input_at(a, r, t, ago, d, mode), LOAD(a->conv, (kept - ago) * dim + d, F32), sum);
-        STORE(a->mixed, (r->first + t) * dim + d, rounded(silu(rounded(sum, mode)), mode), F32);
+        const int64_t token = r->first + t;
+        sum = rounded(sum, mode);
+        if (a->rule == SHORT_CONV)
+            STORE(a->out, token * dim + d, sum * LOAD(a->x, token * a->x_token + dim + d, mode), mode);
+        else STORE(a->mixed, token * dim + d, rounded(silu(sum), mode), F32);
     }
     for (int64_t ago = kept; ago > 0; ago--)
         STORE(a->inputs, (r->slot * kept + kept - ago) * dim + d,
@@ -123,7 +133,7 @@ INLINE void step_stripe(const delta_args *a, const head_t *h, float *s, float *v
     for (int64_t t = 0; t < count; t++) {
         float *column = v + t * channels_of(a);
         const float *k = h->k + t * dim, *q = h->q + t * dim;
-        if (a->is_delta) step_columns(at, stride, k, q, dim, column, h->decay[t], h->beta[t], vecs, n);
+        if (a->rule == DELTA) step_columns(at, stride, k, q, dim, column, h->decay[t], h->beta[t], vecs, n);
         else learn_columns(at, stride, k, q, dim, column, h->decay[t], h->beta[t], vecs, n);
     }
     if (copied)
@@ -189,7 +199,7 @@ INLINE void delta_head(const delta_args *a, const run_t *r, int64_t head, head_t
         for (int64_t t = 0; t < count; t++) {
             const float *mixed = a->mixed + (first + t) * all;
             const char *ba = AT(a->x, (first + t) * a->x_token + all + values, mode);
-            if (!a->is_delta) {
+            if (a->rule == MAMBA) {
                 const float dt = load_f32(AT(ba, head, mode), 1, mode)[0];
                 mamba_token(a, h, mixed, key, head, t, dt, &h->decay[t], &h->beta[t]);
                 memcpy(h->x + t * a->value_dim, mixed + 2 * key_size(a) + head * a->value_dim,
@@ -209,13 +219,35 @@ INLINE void delta_head(const delta_args *a, const run_t *r, int64_t head, head_t
         for (; d < a->value_dim; d += LANES)
             step_stripe(a, h, s + d, v + d, count, 1, min64(a->value_dim - d, LANES));
         for (int64_t t = 0; t < count; t++)
-            if (a->is_delta) norm_head(a, first + t, head, v + t * all, mode);
+            if (a->rule == DELTA) norm_head(a, first + t, head, v + t * all, mode);
             else add_skip(v + t * all, h->x + t * a->value_dim, a->skip[head], a->value_dim);
     }
 }
 
+/* The convolution of all runs, by the threads of a parallel region. */
+INLINE void convolve_all(const delta_args *a) {
+    const int64_t blocks = ceil_div(channels_of(a), LANES);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < a->sequences * blocks; i++) {
+        const run_t r = run_of(a, i / blocks);
+        if (a->is_bf16) convolve(a, &r, i % blocks * LANES, BF16_WIDE);
+        else convolve(a, &r, i % blocks * LANES, F32);
+    }
+}
+
+int short_conv(const delta_args *a) {
+    const int team = a->tokens * channels_of(a) * a->conv_size < 1 << 16 ? 1 : (int)a->threads;
+#pragma omp parallel num_threads(team)
+    {
+        const unsigned saved = flush_denormals();
+        convolve_all(a);
+        restore_denormals(saved);
+    }
+    return 0;
+}
+
 int gated_delta(const delta_args *a) {
-    const int64_t blocks = ceil_div(channels_of(a), LANES), keys = TOKENS * a->key_dim;
+    const int64_t keys = TOKENS * a->key_dim;
     const int64_t work = a->tokens * a->heads * a->key_dim * a->value_dim;
     const int team = work < 1 << 16 ? 1 : (int)a->threads;
     const int64_t mine = ceil_div(2 * keys + STRIPE * LANES * a->key_dim + TOKENS * a->value_dim, 16) * 16;
@@ -228,12 +260,7 @@ int gated_delta(const delta_args *a) {
         head_t h = {.stripe = own, .q = own + STRIPE * LANES * a->key_dim};
         h.k = h.q + keys;
         h.x = h.k + keys;
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < a->sequences * blocks; i++) {
-            const run_t r = run_of(a, i / blocks);
-            if (a->is_bf16) convolve(a, &r, i % blocks * LANES, BF16_WIDE);
-            else convolve(a, &r, i % blocks * LANES, F32);
-        }
+        convolve_all(a);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < a->sequences * a->heads; i++) {
             const run_t r = run_of(a, i / a->heads);
@@ -241,7 +268,7 @@ int gated_delta(const delta_args *a) {
             else delta_head(a, &r, i % a->heads, &h, F32);
         }
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < (a->is_delta ? 0 : a->tokens * a->key_heads); i++)
+        for (int64_t i = 0; i < (a->rule == MAMBA ? a->tokens * a->key_heads : 0); i++)
             if (a->is_bf16) norm_group(a, i / a->key_heads, i % a->key_heads, BF16_WIDE);
             else norm_group(a, i / a->key_heads, i % a->key_heads, F32);
         restore_denormals(saved);

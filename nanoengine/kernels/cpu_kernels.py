@@ -16,13 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanoengine.config.model import AnyRecurrent, ShortConvConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget, RecurrentState, SoftmaxState
 from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import SOURCE, load_library
 from nanoengine.kernels.call_tape import CallTape, CFunction
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws, likeliest
-from nanoengine.models.mamba import RecurrentNet
+from nanoengine.models.mamba import MambaNet
+from nanoengine.models.rules import RecurrentNet
+from nanoengine.models.short_conv import ShortConvNet
 
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order; of
 # delta_args in cpu_delta.h, and of draw_args and likeliest_args in cpu_draw.h.
@@ -36,6 +39,9 @@ _CANDIDATE_BYTES = 16
 MOST_SORTED = 256  # tokens of a row that are put in order one after the other
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
+_RULES = (MambaNet, DeltaNet, ShortConvNet)  # as numbered in cpu_delta.h
+# Of the nets of these, in the order of delta_args.
+_OF_NETS = ("conv", "decay", "dt_bias", "norm", "conv_bias", "skip")
 
 
 class Workspace:
@@ -90,10 +96,11 @@ class CpuKernels:
         self._attend = library.attend
         self._rms_norm = library.rms_norm
         self._rope_store, self._rotate = library.rope_store, library.rotate
-        self._gated_delta = library.gated_delta
+        self._gated_delta, self._short_conv = library.gated_delta, library.short_conv
         for function in (self._rms_norm, self._rope_store, self._rotate):
             function.argtypes = [ctypes.c_char_p]
-        self._attend.argtypes = self._gated_delta.argtypes = [ctypes.c_char_p]
+        for function in (self._attend, self._gated_delta, self._short_conv):
+            function.argtypes = [ctypes.c_char_p]
         self._add = library.add
         self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, None
         self._draw, self._workspace = library.draw, Workspace()
@@ -358,33 +365,37 @@ class CpuKernels:
     def recurrence(
         self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
     ) -> None:
-        """As mamba.recurrence, into out. Raises EngineError."""
-        shape = net.shape
-        is_delta = isinstance(net, DeltaNet)
-        of_mamba = () if isinstance(net, DeltaNet) else (net.conv_bias, net.skip)
-        mixed = torch.empty(len(x), shape.channels, dtype=torch.float32)
+        """As rules.recurrence, into out. Raises EngineError."""
+        rule = _RULES.index(type(net))
+        mixed = None
+        if not isinstance(net, ShortConvNet):
+            mixed = torch.empty(len(x), net.shape.channels, dtype=torch.float32)
+        of_net = [getattr(net, name, None) for name in _OF_NETS]  # a rule may lack some
         pointed_to = (
-            *(x, net.conv, net.decay, net.dt_bias, net.norm, state.inputs, state.memory),
-            *(state.slots, ctx.query_start, ctx.kv_lens, mixed, out),
-            *of_mamba,
+            *(x, *of_net[:4], state.inputs, state.memory),
+            *(state.slots, ctx.query_start, ctx.kv_lens, mixed, out, *of_net[4:]),
         )
         packed = _DELTA_ARGS.pack(
-            *(tensor.data_ptr() for tensor in pointed_to),
-            *[0, 0] * is_delta,
+            *(0 if tensor is None else tensor.data_ptr() for tensor in pointed_to),
             len(ctx.kv_lens),
             len(x),
             x.stride(0),
-            shape.num_key_heads,
-            shape.num_value_heads,
-            shape.key_dim,
-            shape.value_dim,
-            shape.conv_size,
+            *_heads_of(net.shape),
+            net.shape.conv_size,
             _IS_BF16[x.dtype],
             torch.get_num_threads(),
-            is_delta,
-            net.eps,
+            rule,
+            getattr(net, "eps", 0.0),
         )
-        self.tape.call(self._gated_delta, packed, pointed_to)
+        function = self._short_conv if isinstance(net, ShortConvNet) else self._gated_delta
+        self.tape.call(function, packed, pointed_to)
+
+
+def _heads_of(shape: AnyRecurrent) -> tuple[int, int, int, int]:
+    """Key heads, value heads and their sizes, as cpu_delta.h counts channels by them."""
+    if isinstance(shape, ShortConvConfig):
+        return 0, 1, 0, shape.channels
+    return shape.num_key_heads, shape.num_value_heads, shape.key_dim, shape.value_dim
 
 
 def _checked_is_bf16(q: Tensor, k: Tensor, v: Tensor) -> int:

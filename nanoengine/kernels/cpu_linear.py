@@ -36,7 +36,7 @@ SOURCE = Path(__file__).with_name("cpu_linear.c")
 # Of activations, as in cpu_linear.c.
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
 # One field per member of route_t in cpu_router.h, in that order.
-_ROUTE = struct.Struct("=6Q9qd")
+_ROUTE = struct.Struct("=6Q9q2d")
 
 
 def is_supported() -> bool:
@@ -185,6 +185,7 @@ class CpuLinear:
             config.renormalises,
             torch.get_num_threads(),
             config.scaling,
+            config.least_sum,
         )
         self._tape.call(self._route, packed, logits, choice_bias, scale, ids, weights, scratch)
         return ids, weights

@@ -10,7 +10,7 @@ typedef struct { /* filled by cpu_linear.py with struct.pack: keep both in step 
     int64_t *ids; /* [rows, top_k] */
     float *weights, *scratch; /* [rows, top_k]; [rows, 2 * count + groups] */
     int64_t rows, count, top_k, groups, top_groups, group_best, by_sigmoid, renormalises, threads;
-    double scaling;
+    double scaling, least_sum; /* the second is not 0, by which nothing can be divided */
 } route_t;
 
 /* The place of the largest value, which becomes -inf; 0 if all are. */
@@ -61,7 +61,7 @@ static void route_row(const route_t *r, int64_t row) {
     for (int64_t i = 0; i < r->top_k; i++) {
         ids[i] = take(choice, r->count);
         weights[i] = scores[ids[i]];
-        total += weights[i] + (i ? 0 : 1e-20f); /* not 0, by which nothing can be divided */
+        total += weights[i] + (i ? 0 : (float)r->least_sum);
     }
     for (int64_t i = 0; i < r->top_k; i++) {
         weights[i] = (r->renormalises ? weights[i] / total : weights[i]) * (float)r->scaling;

@@ -38,7 +38,7 @@ from nanoengine.models.layer_ops import (
     Product,
     TiledProduct,
 )
-from nanoengine.models.mamba import RecurrentNet
+from nanoengine.models.rules import RecurrentNet
 from nanoengine.models.stored_codes import CodedWeight, Weight, joined
 from nanoengine.models.torch_ops import TorchOps, relu2
 

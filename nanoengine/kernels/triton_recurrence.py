@@ -17,7 +17,8 @@ from torch import Tensor
 from nanoengine.config.model import RecurrentConfig
 from nanoengine.context import ForwardContext, RecurrentState
 from nanoengine.models.delta_net import DeltaNet
-from nanoengine.models.mamba import RecurrentNet
+from nanoengine.models.rules import RecurrentNet
+from nanoengine.models.short_conv import ShortConvNet, short_conv
 
 # Numbers of a head's matrix in a program, which is one warp: 32 registers of each thread. With more
 # columns a prompt, one program for each block of a head, would leave schedulers without a warp; and
@@ -273,7 +274,13 @@ def gated_norm(
 def recurrence(
     x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
 ) -> None:
-    """As mamba.recurrence, into out, which is contiguous; the rows of x may have a stride."""
+    """As rules.recurrence, into out, which is contiguous; the rows of x may have a stride.
+
+    A short convolution has no steps: a few operators of PyTorch, whatever the length of a prompt.
+    """
+    if isinstance(net, ShortConvNet):
+        out.copy_(short_conv(x, net, state, ctx))
+        return
     shape, is_delta = net.shape, isinstance(net, DeltaNet)
     bias, skip = (None, None) if isinstance(net, DeltaNet) else (net.conv_bias, net.skip)
     heads = shape.num_key_heads, shape.num_value_heads, shape.key_dim, shape.value_dim

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanoengine.config.model import RecurrentConfig
+from nanoengine.config.model import AnyRecurrent
 from nanoengine.errors import PromptTooLongError
 from nanoengine.kv.kv_codec import KVCodec
 
@@ -52,7 +52,7 @@ class KVSpec:
     windows: tuple[int | None, ...] = ()
     host_codec: KVCodec | None = None
     least_run_bytes: int = 0
-    recurrent: RecurrentConfig | None = None
+    recurrent: AnyRecurrent | None = None
     num_states: int = 0
     keeps_states: bool = False
     num_snapshots: int = 0

@@ -50,7 +50,7 @@ def read_experts(
         return None
     count, inner = content.size(given, limit=MAX_EXPERTS), content.size(names.inner_size)
     renormalises, shared = names.renormalises, 0
-    of_deepseek = names.shared == "shared_experts"
+    is_scaled = names.shared == "shared_experts" or names.scoring == "sigmoid"
     if names.shared_size:
         shared = content.size(names.shared_size)
     elif names.shared and content.get(names.num_shared) != 0:
@@ -63,8 +63,10 @@ def read_experts(
         dense_layers=dense,
         has_bias=names.has_bias,
         scoring=names.scoring,
-        scaling=content.real("routed_scaling_factor", 1.0) if of_deepseek else 1.0,
+        scaling=content.real("routed_scaling_factor", 1.0) if is_scaled else 1.0,
         shared_size=shared,
+        has_choice_bias=names.has_choice_bias and content.get("use_expert_bias") is not False,
+        least_sum=names.least_sum,
         **_groups(content, names, count),
     )
 
@@ -102,8 +104,8 @@ def _groups(content: CheckedJson, names: ExpertNames, count: int) -> dict[str, i
 
 
 def _dense_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
-    """DeepSeek's: the first. GLM's: those listed by their kind. Qwen's: those listed, and all but
-    every `decoder_sparse_step`-th. ERNIE's: the first, the last, and all but every
+    """DeepSeek's, LFM2's: the first. GLM's: those listed by their kind. Qwen's: those listed, and
+    all but every `decoder_sparse_step`-th. ERNIE's: the first, the last, and all but every
     `moe_layer_interval`-th.
     """
     kinds = content.get("mlp_layer_types")
@@ -121,6 +123,7 @@ def _dense_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
         )
     step = content.size("moe_layer_interval", content.size("decoder_sparse_step", 1))
     first = _layer_of(content, "first_k_dense_replace", 0)
+    first = _layer_of(content, "num_dense_layers", first)
     first = _layer_of(content, "moe_layer_start_index", first)
     last = _layer_of(content, "moe_layer_end_index", -1)
     end = num_layers if last == -1 else last + 1
@@ -153,6 +156,8 @@ def expert_parts(config: ModelConfig, reader: CheckpointReader) -> dict[str, Par
             found[f"{match[1]}mlp.gate.{match[2]}"] = Part(stored)
         elif match := re.fullmatch(rf"{block}(?:gate\.)?moe_statics\.{CHOICE_BIAS}", stored):
             found[f"{match[1]}mlp.gate.{CHOICE_BIAS}"] = Part(stored, 0)  # of one group
+        elif match := re.fullmatch(rf"{block}(?:expert_bias|gate\.{CHOICE_BIAS})", stored):
+            found[f"{match[1]}mlp.gate.{CHOICE_BIAS}"] = Part(stored)
         elif match := re.fullmatch(rf"{block}experts\.(\d+)\.(\w+)\.weight", stored):
             part = own.get(match[3], match[3])
             found[f"{match[1]}mlp.experts.{match[2]}.{part}.weight"] = Part(stored)

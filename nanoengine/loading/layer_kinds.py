@@ -21,7 +21,8 @@ def layer_windows(
     for settings with which transformers would not run.
     """
     rule = ARCHITECTURES[architecture].windows
-    if ARCHITECTURES[architecture].recurrent or ARCHITECTURES[architecture].mixers:
+    row = ARCHITECTURES[architecture]
+    if row.recurrent or row.mixers or row.short_convs:
         return ()
     if rule == "pattern":
         return _windows_by_pattern(settings, num_layers, where)

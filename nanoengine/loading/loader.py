@@ -26,6 +26,7 @@ from nanoengine.loading.mixers import mixer_parts
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.mtp_names import check_has_mtp, mtp_parts, with_mtp
 from nanoengine.loading.packed_ints import PackedReader, packed_format
+from nanoengine.loading.short_convs import short_conv_parts
 from nanoengine.loading.wrappers import about_others, text_config
 from nanoengine.models.architecture import CHOICE_BIAS
 from nanoengine.models.decoder import Decoder, Model
@@ -102,6 +103,7 @@ def load_model(
         reader.rename(mtp_parts(config, reader.names()))
         check_has_mtp(config, reader)
         reader.rename(mixer_parts(config, reader.names()))
+        reader.rename(dict(short_conv_parts(config, reader.names())))
         parts = expert_parts(config, reader)
         reader.rename(parts)
         if isinstance(reader, PackedReader):

@@ -113,7 +113,9 @@ def read_inner_size(content: CheckedJson, architecture: Architecture) -> int:
 
 
 def eps_key(architecture: Architecture) -> str:
-    """The key of config.json: Nemotron-H has a name of its own."""
+    """The key of config.json: Nemotron-H and LFM2 have names of their own."""
+    if architecture.short_convs:
+        return "norm_eps"
     return "layer_norm_epsilon" if architecture.pattern else "rms_norm_eps"
 
 

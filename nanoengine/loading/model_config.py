@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanoengine.config.model import (
+    AnyRecurrent,
     Factors,
     LatentConfig,
     LayerShape,
@@ -49,6 +50,12 @@ from nanoengine.loading.refused import (
     quant_method,
 )
 from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
+from nanoengine.loading.short_convs import (
+    ADJUSTS,
+    read_adjusted_size,
+    read_short_convs,
+    with_newer_keys,
+)
 from nanoengine.loading.wrappers import WRAPPERS, text_config
 from nanoengine.models.architecture import Architecture
 from nanoengine.models.architectures import ARCHITECTURES
@@ -79,8 +86,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     content = _config_json(folder)
     name, wrapper = _architecture(content)
     architecture = ARCHITECTURES[name]
-    content.fill(architecture.defaults)
-    _refuse_settings(content, architecture)
+    _complete(content, architecture)
     num_heads = content.size("num_attention_heads")
     hidden_size, vocab_size = content.size("hidden_size"), content.size("vocab_size")
     mixers, num_layers = _layers(content, architecture)
@@ -97,7 +103,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         architecture=name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=read_inner_size(content, architecture),
+        intermediate_size=_inner_size(content, architecture),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=1 if latent else content.size("num_key_value_heads", num_heads),
@@ -128,6 +134,20 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         factors=Factors(*(_factor(content, reads, name) for name in FACTORS)),
     )
     return _with_good_heads(config, content.path)
+
+
+def _complete(content: CheckedJson, architecture: Architecture) -> None:
+    """Fill in what is missing. Raises as `_refuse_settings`."""
+    content.fill(architecture.defaults)
+    if architecture.short_convs:
+        with_newer_keys(content)
+    _refuse_settings(content, architecture)
+
+
+def _inner_size(content: CheckedJson, architecture: Architecture) -> int:
+    if ADJUSTS in architecture.reads:
+        return read_adjusted_size(content)
+    return read_inner_size(content, architecture)
 
 
 def _query_scalar(
@@ -262,8 +282,10 @@ def _no_rope_layers(
 
 def _recurrent(
     content: CheckedJson, architecture: Architecture, mixers: list[str], num_layers: int
-) -> RecurrentConfig | None:
+) -> AnyRecurrent | None:
     """The recurrent layers; None if all have attention."""
+    if architecture.short_convs:
+        return read_short_convs(content, num_layers)
     if mixers:
         return read_mamba(content, mixers, architecture)
     if not architecture.recurrent:
@@ -363,7 +385,8 @@ def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
 def _has_window(content: CheckedJson, architecture: Architecture) -> bool:
     layer_types = content.get("layer_types")
     known = (FULL, RECURRENT) if architecture.recurrent else (FULL,)
-    is_listed = isinstance(layer_types, list) and not architecture.mixers
+    has_others = architecture.mixers or architecture.short_convs
+    is_listed = isinstance(layer_types, list) and not has_others
     if is_listed and any(kind not in known for kind in layer_types):
         return True
     return (

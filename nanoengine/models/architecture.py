@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanoengine.config.model import LEAST_SUM
+
 CHOICE_BIAS = "e_score_correction_bias"  # of a router; stays in float32
 # Of the head for multi-token prediction: the norms of the embedding, of what the model gave and
 # before the output head; and the product that joins the first two.
@@ -31,14 +33,14 @@ class ExpertNames:
     key `norm_topk_prob` says it. block, router, parts: where a checkpoint has the experts, and its
     names of the router, and of gate, up and down. has_bias: ExpertsConfig's. is_turned: a tensor
     for all experts is [experts, inputs, outputs], and gate and up take turns. scoring: as in
-    ExpertsConfig; has_choice_bias: whether scores have a bias for the choice alone. group_best:
-    ExpertsConfig's; 0: there are no groups. group_method: with which `topk_method` there are; "":
-    with any. shared: the name of the expert that all tokens go to; "": none. num_shared: the key of
-    how many experts it is as wide as; shared_size: the key of its size, where there is one.
-    has_shared_gate: whether it has a gate. top_k: the key of experts a token. switch: the key that
-    says whether there are any; "": there are. beside: if the experts' sum is added to what a
-    feed-forward gives, the norms after this, before the experts and after them; then the router has
-    a norm and scales of its own.
+    ExpertsConfig; has_choice_bias: whether scores may have a bias for the choice alone. least_sum:
+    ExpertsConfig's. group_best: ExpertsConfig's; 0: there are no groups. group_method: with which
+    `topk_method` there are; "": with any. shared: the name of the expert that all tokens go to; "":
+    none. num_shared: the key of how many experts it is as wide as; shared_size: the key of its
+    size, where there is one. has_shared_gate: whether it has a gate. top_k: the key of experts a
+    token. switch: the key that says whether there are any; "": there are. beside: if the experts'
+    sum is added to what a feed-forward gives, the norms after this, before the experts and after
+    them; then the router has a norm and scales of its own.
     """
 
     inner_size: str = "moe_intermediate_size"
@@ -50,6 +52,7 @@ class ExpertNames:
     is_turned: bool = False
     scoring: str = "softmax"
     has_choice_bias: bool = False
+    least_sum: float = LEAST_SUM
     group_best: int = 0
     group_method: str = ""
     shared: str = ""
@@ -85,7 +88,8 @@ class Architecture:
     recurrent: the projections of layers with a gated delta rule, if it has such layers; config.json
     says which ones. pattern: a checkpoint's layers are a mixer (Mamba-2's or attention) or a
     feed-forward each, by `hybrid_override_pattern`; see loading/mixers.py. mixers: each is such a
-    mixer, by `layer_types`, and a feed-forward.
+    mixer, by `layer_types`, and a feed-forward. short_convs: some layers have a gated short
+    convolution, see loading/short_convs.py.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
     ropes_in_windows: where config.json has a window, layers without one do not rotate.
@@ -124,6 +128,7 @@ class Architecture:
     recurrent: tuple[str, ...] = ()
     pattern: bool = False
     mixers: bool = False
+    short_convs: bool = False
     windows: str = ""
     ropes_in_windows: bool = False
     ropes_by_kind: bool = False

@@ -20,6 +20,8 @@ from nanoengine.models.families import (
     LATENT,
     LATENT_DEFAULTS,
     LATENT_REQUIRES,
+    LFM2,
+    LFM2_DEFAULTS,
     NORMS_AFTER,
     OLMO,
     SCORES_BY_SIGMOID,
@@ -264,6 +266,40 @@ ARCHITECTURES = {
             num_shared="num_shared_expert",
             top_k="moe_topk",
         ),
+    ),
+    "Lfm2ForCausalLM": Architecture(
+        "LFM2 and LFM2.5 (350M to 2.6B)",
+        **LFM2,
+        reads=("block_auto_adjust_ff_dim",),
+        defaults=LFM2_DEFAULTS
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 12288,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+    ),
+    "Lfm2MoeForCausalLM": Architecture(
+        "LFM2 with experts (8B-A1B, 24B-A2B)",
+        **LFM2,
+        experts=ExpertNames(
+            block="feed_forward",
+            parts=("w1", "w3", "w2"),
+            scoring="sigmoid",
+            has_choice_bias=True,
+            least_sum=1e-6,
+        ),
+        defaults=LFM2_DEFAULTS
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+        },
     ),
     "LlamaForCausalLM": Architecture(
         "Llama 2 to 3.3 and models of its shape, as SmolLM2 and TinyLlama"

@@ -62,7 +62,7 @@ def gated_delta(x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardCon
     shape, tokens = net.shape, len(x)
     mixed, z, b, a = x.split_with_sizes(shape.sizes, dim=1)
     is_new = new_sequences(ctx)
-    mixed = convolve(mixed, net.conv, state, ctx, is_new)
+    mixed = functional.silu(convolve(mixed, net.conv, state, ctx, is_new))
     keys = shape.num_key_heads * shape.key_dim
     q, k, v = mixed.float().split_with_sizes([keys, keys, shape.value_size], dim=1)
     group = shape.num_value_heads // shape.num_key_heads

@@ -27,7 +27,6 @@ IN_A_GRAPH = (
     "on this GPU PyTorch makes the host wait for each product of experts, which no graph can hold; "
     'set enforce_eager=True or quantization="int8"'
 )
-LEAST_SUM = 1e-20  # below any sum of scores that is not 0, by which nothing can be divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +226,7 @@ def route(
     ids = _largest(choice, config.top_k)
     weights = scores.gather(1, ids)
     if config.renormalises:
-        total = weights[:, :1] + LEAST_SUM
+        total = weights[:, :1] + config.least_sum
         for slot in range(1, config.top_k):
             total += weights[:, slot : slot + 1]
         weights = weights / total

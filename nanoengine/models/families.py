@@ -182,6 +182,24 @@ GRANITE_HYBRID: dict[str, Any] = {
         "shared_intermediate_size": 1024,
     },
 }
+# LFM2.
+LFM2: dict[str, Any] = {
+    "norms": NormNames(before_attention="operator_norm", before_mlp="ffn_norm"),
+    "qk_norm": "head",
+    "norms_of_heads": ("q_layernorm", "k_layernorm"),
+    "short_convs": True,
+}
+LFM2_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 65536,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "conv_L_cache": 3,
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
 NORMS_AFTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 HUNYUAN: dict[str, Any] = {
     "qk_norm": "head",

@@ -10,10 +10,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanoengine.config.model import ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
+from nanoengine.config.model import (
+    AnyRecurrent,
+    ExpertsConfig,
+    ModelConfig,
+    RecurrentConfig,
+    RopeConfig,
+    ShortConvConfig,
+)
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
-from nanoengine.models.delta_net import DeltaNet, flat_projections
+from nanoengine.models.delta_net import flat_projections
 from nanoengine.models.expert_layer import make_mixture
 from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
 from nanoengine.models.latent import LATENT_NORM_EPS, absorbed, head_rows, latent_rows
@@ -26,9 +33,10 @@ from nanoengine.models.layers import (
     RecurrentLayer,
     SharedKVAttention,
 )
-from nanoengine.models.mamba import MambaNet, RecurrentNet, flat_rows
+from nanoengine.models.mamba import flat_rows
 from nanoengine.models.mtp import MtpParts
 from nanoengine.models.rope import head_order
+from nanoengine.models.rules import make_net
 from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
 from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
 
@@ -241,32 +249,25 @@ class LayerBuilder:
     def _recurrent(
         self, index: int, prefix: str, norm: Norm | None
     ) -> tuple[Product, AnyAttention, Product]:
-        shape, source = self._config.recurrent, self._numbers
+        shape = self._config.recurrent
         assert shape is not None
-        tiles = Tiles(shape.out_tiles, shape.value_dim) if shape.out_tiles > 1 else None
-        conv = source(prefix + "conv1d.weight").float().squeeze(1)
-        decay = -source(prefix + "A_log").float().exp()
-        dt_bias, norm_weight, eps = (
-            source(prefix + "dt_bias").float(),
-            source(prefix + "norm.weight").float(),
-            self._config.rms_norm_eps,
+        tiles, has_bias = None, isinstance(shape, ShortConvConfig) and shape.has_bias
+        if isinstance(shape, RecurrentConfig) and shape.out_tiles > 1:
+            tiles = Tiles(shape.out_tiles, shape.value_dim)
+        net = make_net(shape, lambda n: self._numbers(prefix + n), self._config.rms_norm_eps)
+        bias, out_bias = (
+            self._numbers_if(has_bias, f"{prefix}{name}_proj.bias") for name in ("in", "out")
         )
-        net: RecurrentNet
-        if shape.rule == "delta":
-            net = DeltaNet(shape, conv.T.contiguous(), decay, dt_bias, norm_weight, eps)
-        else:
-            order = flat_rows(torch.arange(shape.channels), shape).to(conv.device)
-            bias, skip = (source(prefix + name).float() for name in ("conv1d.bias", "D"))
-            conv = conv[order].T.contiguous()
-            net = MambaNet(shape, conv, bias[order], decay, dt_bias, skip, norm_weight, eps)
         return (
-            self._ops.linear(self._projections(prefix, shape), None, norm),
+            self._ops.linear(self._projections(prefix, shape), bias, norm),
             RecurrentLayer(self._ops, shape.layers.index(index), net),
-            self._ops.summand(self._source(prefix + "out_proj.weight"), tiles=tiles),
+            self._ops.summand(self._source(prefix + "out_proj.weight"), out_bias, tiles),
         )
 
-    def _projections(self, prefix: str, shape: RecurrentConfig) -> Weight:
+    def _projections(self, prefix: str, shape: AnyRecurrent) -> Weight:
         names = self._architecture.recurrent
+        if isinstance(shape, ShortConvConfig):
+            return self._source(prefix + "in_proj.weight")
         if shape.rule == "mamba":
             whole = self._source(prefix + "in_proj.weight")
             return in_order(whole, flat_rows(torch.arange(whole.shape[0]), shape))
@@ -318,7 +319,7 @@ class LayerBuilder:
                 self._numbers_if(has_bias, prefix + "gate.bias"),
             ),
             experts=(self._expert(f"{prefix}experts.{i}.", has_bias) for i in range(config.count)),
-            choice_bias=self._numbers_if(names.has_choice_bias, f"{prefix}gate.{CHOICE_BIAS}"),
+            choice_bias=self._numbers_if(config.has_choice_bias, f"{prefix}gate.{CHOICE_BIAS}"),
             shared=self._expert(shared + ".", has_bias=False) if config.shared_size else None,
             shared_gate=self._numbers_if(names.has_shared_gate, shared + "_gate.weight"),
             before_router=self._router_norm(own_router) if own_router else None,

@@ -15,7 +15,7 @@ from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.draw import Draws
 from nanoengine.models.experts import ExpertWeights, Map, Router, RouterWeights
-from nanoengine.models.mamba import RecurrentNet
+from nanoengine.models.rules import RecurrentNet
 from nanoengine.models.stored_codes import Weight
 
 # [tokens, in_features] -> [tokens, out_features], the norm, bias and activation included.
@@ -233,7 +233,7 @@ class LayerOps(Protocol):
     def recurrence(
         self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext
     ) -> Tensor:
-        """As mamba.recurrence."""
+        """As rules.recurrence."""
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 from nanoengine.config.model import LatentConfig
 from nanoengine.context import ForwardContext
 from nanoengine.models.layer_ops import Embed, LayerOps, Norm, Product
-from nanoengine.models.mamba import RecurrentNet
 from nanoengine.models.rope import Angles
+from nanoengine.models.rules import RecurrentNet
 
 
 class Attention:

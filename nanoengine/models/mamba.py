@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from nanoengine.config.model import RecurrentConfig
 from nanoengine.context import ForwardContext, RecurrentState
-from nanoengine.models.delta_net import DeltaNet, gated_delta
 from nanoengine.models.recurrence import convolve, each_step, new_sequences
 
 
@@ -42,16 +41,6 @@ class MambaNet:
     eps: float
 
 
-RecurrentNet = DeltaNet | MambaNet
-
-
-def recurrence(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:
-    """[tokens, sum(shape.sizes)] -> [tokens, value_heads x value_dim]. Replaces the state."""
-    if isinstance(net, DeltaNet):
-        return gated_delta(x, net, state, ctx)
-    return mamba(x, net, state, ctx)
-
-
 def flat_rows(rows: Tensor, shape: RecurrentConfig) -> Tensor:
     """The rows of a layer's projection, z; x, B, C; dt, in the order of RecurrentConfig.sizes. Of
     the convolution, too, which has x, B, C alone.
@@ -72,7 +61,7 @@ def mamba(x: Tensor, net: MambaNet, state: RecurrentState, ctx: ForwardContext) 
     shape, tokens = net.shape, len(x)
     mixed, z, dt = x.split_with_sizes(shape.sizes, dim=1)
     is_new = new_sequences(ctx)
-    mixed = convolve(mixed, net.conv, state, ctx, is_new, net.conv_bias)
+    mixed = functional.silu(convolve(mixed, net.conv, state, ctx, is_new, net.conv_bias))
     keys = shape.num_key_heads * shape.key_dim
     q, k, v = mixed.float().split_with_sizes([keys, keys, shape.value_size], dim=1)
     group = shape.num_value_heads // shape.num_key_heads

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from nanoengine.context import ForwardContext, RecurrentState
 
@@ -62,7 +61,7 @@ def convolve(
     is_new: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """silu of the causal convolution of x, [tokens, channels]; keeps the last inputs.
+    """The causal convolution of x, [tokens, channels]; keeps the last inputs.
 
     weights: fp32 [conv_size, channels], the oldest token first. bias: fp32 [channels].
     """
@@ -86,4 +85,4 @@ def convolve(
     earlier = earlier + (stops - starts)[:, None]
     last = torch.where(last < starts[:, None], earlier, num_seqs * kept + last)
     state.inputs.index_copy_(0, state.slots, both[last])
-    return functional.silu(summed.to(x.dtype))
+    return summed.to(x.dtype)

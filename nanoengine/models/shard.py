@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-from nanoengine.config.model import ModelConfig, RecurrentConfig
+from nanoengine.config.model import AnyRecurrent, ModelConfig, RecurrentConfig, ShortConvConfig
 from nanoengine.errors import ConfigError
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.layer_ops import LayerOps
@@ -34,7 +34,11 @@ class Shard:
         kv_heads = sorted({model.shape(layer).num_kv_heads for layer in model.attention_layers})
         divided, shared = [model.num_heads], kv_heads
         of_what = f"{model.num_heads} heads and {' or '.join(map(str, kv_heads))} KV heads"
-        if (recurrent := model.recurrent) is not None:
+        recurrent = model.recurrent
+        if isinstance(recurrent, ShortConvConfig):
+            divided = [*divided, recurrent.channels]
+            of_what += f", or the {recurrent.channels} channels of its convolutions"
+        elif recurrent is not None:
             num, num_keys = recurrent.num_value_heads, recurrent.num_key_heads
             divided = [*divided, num]
             if recurrent.rule == "delta":
@@ -56,15 +60,9 @@ class Shard:
 
     def config(self, model: ModelConfig) -> ModelConfig:
         """The shape of this rank's part. Ranks share a KV head where there are more ranks."""
-        experts, recurrent = model.experts, model.recurrent
+        experts = model.experts
         if experts is not None:
             experts = replace(experts, inner_size=self._width(experts.inner_size))
-        if recurrent is not None:
-            recurrent = replace(
-                recurrent,
-                num_key_heads=len(self.heads(recurrent.num_key_heads)),
-                num_value_heads=len(self.heads(recurrent.num_value_heads)),
-            )
         shapes = tuple(
             replace(
                 shape,
@@ -76,11 +74,20 @@ class Shard:
         return replace(
             model,
             experts=experts,
-            recurrent=recurrent,
+            recurrent=self._recurrent(model.recurrent),
             shapes=shapes,
             num_heads=model.num_heads // self.size,
             num_kv_heads=len(self.heads(model.num_kv_heads)),
             intermediate_size=self._width(model.intermediate_size),
+        )
+
+    def _recurrent(self, whole: AnyRecurrent | None) -> AnyRecurrent | None:
+        if isinstance(whole, ShortConvConfig):
+            return replace(whole, channels=self._width(whole.channels))
+        return whole and replace(
+            whole,
+            num_key_heads=len(self.heads(whole.num_key_heads)),
+            num_value_heads=len(self.heads(whole.num_value_heads)),
         )
 
     def widths(self, num: int) -> list[int]:
@@ -118,8 +125,7 @@ class Shard:
         if self.size == 1:
             return None
         if ".linear_attn." in name and kind != "out_proj" and model.recurrent is not None:
-            rows = self._delta_rows if model.recurrent.rule == "delta" else self._mamba_rows
-            return rows(kind, model.recurrent)
+            return self._recurrent_rows(kind, model.recurrent)
         match kind:
             case "lm_head":
                 return (self.part(model.vocab_size),)
@@ -153,6 +159,14 @@ class Shard:
         q = _times(self.heads(model.num_heads), dim * (1 + has_gate))
         num_q, num_kv = model.num_heads * dim, num_kv * dim
         return (q,) if kind == "q_proj" else (q, _moved(kv, num_q), _moved(kv, num_q + num_kv))
+
+    def _recurrent_rows(self, kind: str, recurrent: AnyRecurrent) -> tuple[range, ...] | None:
+        """Of what a recurrent layer has before its last projection."""
+        if isinstance(recurrent, ShortConvConfig):  # B, C and x of its channels
+            mine, num = self.part(recurrent.channels), recurrent.channels
+            return tuple(_moved(mine, num * i) for i in range(3 if kind == "in_proj" else 1))
+        rows = self._delta_rows if recurrent.rule == "delta" else self._mamba_rows
+        return rows(kind, recurrent)
 
     def _delta_rows(self, kind: str, delta: RecurrentConfig) -> tuple[range, ...] | None:
         """Of what a recurrent layer has before its rule."""

@@ -31,7 +31,7 @@ from nanoengine.models.layer_ops import (
     TiledProduct,
     Tiles,
 )
-from nanoengine.models.mamba import RecurrentNet, recurrence
+from nanoengine.models.rules import RecurrentNet, recurrence
 from nanoengine.models.stored_codes import Weight, joined, numbers_of
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 
-from nanoengine.config.model import ExpertsConfig, LatentConfig, ModelConfig
+from nanoengine.config.model import ExpertsConfig, LatentConfig, ModelConfig, RecurrentConfig
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
 
@@ -22,7 +22,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(config.num_layers):
         is_recurrent = layer in config.recurrent_layers
         shapes.update(
-            _delta_shapes(config, f"model.layers.{layer}.")
+            _recurrent_shapes(config, f"model.layers.{layer}.linear_attn.")
             if is_recurrent
             else _attention_shapes(config, layer)
         )
@@ -83,7 +83,7 @@ def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
     yield f"{prefix}mlp.gate.weight", (experts.count, config.hidden_size)
     if experts.has_bias:
         yield f"{prefix}mlp.gate.bias", (experts.count,)
-    if names.has_choice_bias:
+    if experts.has_choice_bias:
         yield f"{prefix}mlp.gate.{CHOICE_BIAS}", (experts.count,)
     if experts.shared_size:
         name = f"{prefix}mlp.{names.shared}."
@@ -136,9 +136,25 @@ def _latent_shapes(
     yield f"{part}o_proj.weight", (hidden, values)
 
 
-def _delta_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    recurrent, part = config.recurrent, f"{prefix}linear_attn."
+def _recurrent_shapes(config: ModelConfig, part: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    recurrent, hidden = config.recurrent, config.hidden_size
     assert recurrent is not None
+    yield f"{part}conv1d.weight", (recurrent.channels, 1, recurrent.conv_size)
+    yield f"{part}out_proj.weight", (hidden, recurrent.value_size)
+    if isinstance(recurrent, RecurrentConfig):
+        yield from _rule_shapes(config, recurrent, part)
+        return
+    yield f"{part}in_proj.weight", (sum(recurrent.sizes), hidden)
+    if recurrent.has_bias:
+        yield f"{part}in_proj.bias", (sum(recurrent.sizes),)
+        yield f"{part}conv1d.bias", (recurrent.channels,)
+        yield f"{part}out_proj.bias", (hidden,)
+
+
+def _rule_shapes(
+    config: ModelConfig, recurrent: RecurrentConfig, part: str
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of a rule with heads: what is before its projection of results, but the convolution."""
     heads = recurrent.num_value_heads
     if recurrent.rule == "mamba":
         yield f"{part}in_proj.weight", (sum(recurrent.sizes), config.hidden_size)
@@ -148,12 +164,10 @@ def _delta_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
     rows |= {"qkvz": recurrent.channels + recurrent.value_size, "ba": 2 * heads}
     for name in ARCHITECTURES[config.architecture].recurrent:
         yield f"{part}in_proj_{name}.weight", (rows[name], config.hidden_size)
-    yield f"{part}conv1d.weight", (recurrent.channels, 1, recurrent.conv_size)
     yield f"{part}A_log", (heads,)
     yield f"{part}dt_bias", (heads,)
     is_of_heads = recurrent.rule == "delta"
     yield f"{part}norm.weight", (recurrent.value_dim if is_of_heads else recurrent.value_size,)
-    yield f"{part}out_proj.weight", (config.hidden_size, recurrent.value_size)
 
 
 def _mlp_shapes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from nanoengine.config.model import ModelConfig, RecurrentConfig
+from nanoengine.config.model import AnyRecurrent, ModelConfig, ShortConvConfig
 
 # Bytes of a logit of a row that samples: in fp32 itself, without what a form forbids, and with
 # penalties or as a log-probability; PyTorch ranks them, too.
@@ -40,7 +40,7 @@ def activation_bytes(
     per_row = config.vocab_size * (IN_C if in_c else IN_PYTORCH)
     rule = states = 0
     if (recurrent := config.recurrent) is not None:
-        rule, states = _delta_bytes(recurrent, element_size, in_c, feed_forward)
+        rule, states = _recurrent_bytes(recurrent, element_size, in_c, feed_forward)
     # Inputs of all layers live as long as the step; their norm takes most while they are made.
     inputs = config.num_layers * config.layer_input_size
     of_layer = inputs * element_size + max(attention, feed_forward, rule)
@@ -52,14 +52,21 @@ def activation_bytes(
     return num_tokens * per_token + num_sampled * per_row + num_seqs * states
 
 
-def _delta_bytes(
-    recurrent: RecurrentConfig, element_size: int, is_fused: bool, feed_forward: int
+def _recurrent_bytes(
+    recurrent: AnyRecurrent, element_size: int, is_fused: bool, feed_forward: int
 ) -> tuple[int, int]:
     """Bytes of a recurrent layer by token, and by sequence for copies of its state.
 
     What is projected and the result live on beside the feed-forward. A call of C holds what is
     convolved in fp32; PyTorch also q and k of each value head, and six times v for the gated norm.
+    Of a short convolution PyTorch holds B x three times, and the sum and a summand in fp32.
     """
+    if isinstance(recurrent, ShortConvConfig):
+        ends = 4 * recurrent.channels * element_size
+        if is_fused:
+            return ends + feed_forward, 0
+        inputs = (recurrent.conv_size - 1) * recurrent.channels * element_size
+        return ends + max((8 + 3 * element_size) * recurrent.channels, feed_forward), 2 * inputs
     heads, values = recurrent.num_value_heads, recurrent.value_size
     ends = (recurrent.channels + 2 * values + 2 * heads) * element_size
     if is_fused:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanoengine.config.model import RecurrentConfig
+from nanoengine.config.model import RecurrentConfig, ShortConvConfig
 from nanoengine.kv.kv_codec import make_codec
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.workers.channel import FIRST_KIND
@@ -40,24 +40,28 @@ class Order(IntEnum):
     HEAD_LOGITS = FIRST_KIND + 17  # as LOGITS, of the head
 
 
+_RECURRENT = {kind.__name__: kind for kind in (RecurrentConfig, ShortConvConfig)}
+
+
 def spec_to_json(spec: KVSpec) -> dict[str, Any]:
     """A KVSpec as JSON can hold it."""
     said = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return said | {
         "dtype": str(spec.dtype).removeprefix("torch."),
         "recurrent": None if spec.recurrent is None else asdict(spec.recurrent),
+        "recurrent_kind": type(spec.recurrent).__name__,
         "host_codec": spec.host_codec and spec.host_codec.name,
     }
 
 
 def spec_from_json(said: Mapping[str, Any]) -> KVSpec:
     """The KVSpec of `spec_to_json`."""
-    recurrent = said["recurrent"]
+    recurrent, kind = said["recurrent"], said["recurrent_kind"]
     if recurrent is not None:
-        recurrent = RecurrentConfig(**{**recurrent, "layers": tuple(recurrent["layers"])})
+        recurrent = _RECURRENT[kind](**{**recurrent, "layers": tuple(recurrent["layers"])})
     return KVSpec(
         **{
-            **said,
+            **{key: value for key, value in said.items() if key != "recurrent_kind"},
             "dtype": getattr(torch, said["dtype"]),
             "recurrent": recurrent,
             "windows": tuple(said["windows"]),

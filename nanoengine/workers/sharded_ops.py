@@ -21,7 +21,7 @@ from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayK
 from nanoengine.models.draw import Draws
 from nanoengine.models.experts import ExpertWeights, Map, Router, RouterWeights
 from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product, Tiles
-from nanoengine.models.mamba import RecurrentNet
+from nanoengine.models.rules import RecurrentNet
 from nanoengine.models.shard import Shard
 from nanoengine.models.stored_codes import CodedWeight, Weight
 from nanoengine.workers.group import Group

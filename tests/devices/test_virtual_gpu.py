@@ -106,6 +106,7 @@ def prompt(num_tokens: int) -> list[int]:
         pytest.param("hunyuan", STREAMED, marks=pytest.mark.breadth),
         pytest.param("ernie", RESIDENT, marks=pytest.mark.breadth),
         ("qwen3.5", RESIDENT),
+        ("lfm2", RESIDENT),
         pytest.param("nemotron-h", RESIDENT, marks=pytest.mark.breadth),
         pytest.param("granite-hybrid-dense", RESIDENT, marks=pytest.mark.breadth),
     ],

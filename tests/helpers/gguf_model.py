@@ -99,6 +99,21 @@ LATENT_NAMES = ORIGINAL_NAMES | {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
 }
+LFM2_NAMES = ORIGINAL_NAMES | {
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.gate": "ffn_gate_inp",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+}
 SHARED_NAMES = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES}
 LATENT_NAMES |= SHARED_NAMES
 for shared in ("mlp.shared_expert", "mlp.shared_experts"):
@@ -117,6 +132,7 @@ NAMES = {
     "hunyuan-moe": HUNYUAN_NAMES
     | {"mlp.gate.wg": "ffn_gate_inp"}
     | {f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES},
+    **dict.fromkeys(("lfm2", "lfm2moe"), LFM2_NAMES),
     **dict.fromkeys(NEMOTRONS, NEMOTRON_NAMES),
     "qwen2moe": NEWER_NAMES | {"post_attention_layernorm": "ffn_norm"},
     **dict.fromkeys(("glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), NEWER_NAMES),
@@ -131,6 +147,7 @@ NEXTN_NAMES = {
 ODD_NAMES = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
     "self_attn.sinks": "attn_sinks.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
@@ -158,6 +175,8 @@ ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": "granitehybrid",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2moe",
     "LlamaForCausalLM": "llama",
     "Ministral3ForCausalLM": "mistral3",
     "MistralForCausalLM": "llama",
@@ -270,6 +289,8 @@ class GGUFModel:
                 if ".experts." in name:
                     self._add_expert(tensors, name, values)
                     continue
+                if ".conv.conv.weight" in name:
+                    values = values.squeeze(1)
                 if ".linear_attn." in name:
                     changed = self._recurrent(name, values)
                     tensors |= {gguf_name(each, names): v for each, v in changed.items()}
@@ -344,7 +365,8 @@ class GGUFModel:
                 parts = dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
             tensors |= {f"blk.{layer}.{EXPERT_NAMES[p]}.weight": v for p, v in parts.items()}
             return
-        stacked = f"blk.{layer}.{EXPERT_NAMES[rest[1].removesuffix('_proj')]}.weight"
+        part = {"w1": "gate", "w2": "down", "w3": "up"}.get(rest[1], rest[1].removesuffix("_proj"))
+        stacked = f"blk.{layer}.{EXPERT_NAMES[part]}.weight"
         before = tensors.get(stacked, values[None][:0])
         assert int(rest[0]) == len(before)
         tensors[stacked] = np.concatenate((before, values[None]))
@@ -400,7 +422,8 @@ class GGUFModel:
                     head_dim * rope.get("partial_rotary_factor", 1)
                 ),
                 f"{arch}.rope.freq_base": float(rope["rope_theta"]),
-                f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+                f"{arch}.attention.layer_norm_rms_epsilon": config.get("rms_norm_eps")
+                or config["norm_eps"],
                 "tokenizer.ggml.model": "gpt2",
                 "tokenizer.ggml.pre": "qwen2",
                 "tokenizer.ggml.bos_token_id": 0,
@@ -412,6 +435,7 @@ class GGUFModel:
             | (_of_ernie(config) if arch == "ernie4_5-moe" else {})
             | (_of_granite(config, arch) if arch.startswith("granite") else {})
             | (_of_deepseek(config) if arch == "deepseek2" else {})
+            | (_of_lfm2(config, arch) if arch.startswith("lfm2") else {})
             | (mamba_file_settings(config, arch) if arch in WITH_MAMBA else {})
         )
 
@@ -478,6 +502,29 @@ def _of_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("enable_moe_block"):
         settings["expert_used_count"] = config["top_k_experts"]
     return {f"gemma4.{key}": value for key, value in settings.items()}
+
+
+def _of_lfm2(config: dict[str, Any], arch: str) -> dict[str, Any]:
+    """What llama.cpp's converter writes of convolutions and experts (conversion/lfm2.py)."""
+    inner = config["intermediate_size"]
+    if config.get("block_auto_adjust_ff_dim"):
+        unit = config["block_multiple_of"]
+        inner = int(config["block_ffn_dim_multiplier"] * int(2 * inner / 3))
+        inner = unit * ((inner + unit - 1) // unit)
+    heads = config["num_key_value_heads"]
+    settings = {
+        "attention.head_count_kv": [
+            heads * (kind == "full_attention") for kind in config["layer_types"]
+        ],
+        "feed_forward_length": inner,
+        "shortconv.l_cache": config["conv_L_cache"],
+    }
+    if "num_experts" in config:
+        settings |= {
+            "expert_gating_func": 2,
+            "leading_dense_block_count": config["num_dense_layers"],
+        }
+    return {f"{arch}.{key}": value for key, value in settings.items()}
 
 
 def _of_ernie(config: dict[str, Any]) -> dict[str, Any]:

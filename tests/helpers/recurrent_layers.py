@@ -9,30 +9,36 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nanoengine.config.model import RecurrentConfig
+from nanoengine.config.model import AnyRecurrent, RecurrentConfig, ShortConvConfig
 from nanoengine.context import ForwardContext, RecurrentState, StepRows
 from nanoengine.models.delta_net import DeltaNet
-from nanoengine.models.mamba import MambaNet, RecurrentNet
+from nanoengine.models.mamba import MambaNet
+from nanoengine.models.rules import RecurrentNet
+from nanoengine.models.short_conv import ShortConvNet
 
 CPU = torch.device("cpu")
-SHAPES = {
+SHAPES: dict[str, AnyRecurrent] = {
     "as in Qwen": RecurrentConfig((0,), 1, 3, 128, 128, 4),
     "odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3),
     "Mamba-2": RecurrentConfig((0,), 1, 3, 128, 64, 4, rule="mamba"),
     "Mamba-2 of odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3, rule="mamba"),
+    "short convolution": ShortConvConfig((0,), 2048, 3),
+    "short convolution of odd sizes": ShortConvConfig((0,), 75, 4, has_bias=True),
 }
 Rule = Callable[[Tensor, RecurrentNet, RecurrentState, ForwardContext], Tensor]
 
 
-def make_net(shape: RecurrentConfig, device: torch.device = CPU) -> RecurrentNet:
+def make_net(shape: AnyRecurrent, device: torch.device = CPU) -> RecurrentNet:
     """A layer between its projections; float32."""
     generator = torch.Generator().manual_seed(1)
 
     def random_of(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator).to(device)
 
-    heads = shape.num_value_heads
     conv = random_of(shape.conv_size, shape.channels)
+    if isinstance(shape, ShortConvConfig):
+        return ShortConvNet(shape, conv, random_of(shape.channels) if shape.has_bias else None)
+    heads = shape.num_value_heads
     decay, dt_bias = -random_of(heads).exp() / 8, random_of(heads)
     if shape.rule == "delta":
         return DeltaNet(shape, conv, decay, dt_bias, random_of(shape.value_dim), 1e-6)
@@ -41,14 +47,12 @@ def make_net(shape: RecurrentConfig, device: torch.device = CPU) -> RecurrentNet
 
 
 def make_state(
-    shape: RecurrentConfig, dtype: torch.dtype, slots: int = 5, device: torch.device = CPU
+    shape: AnyRecurrent, dtype: torch.dtype, slots: int = 5, device: torch.device = CPU
 ) -> RecurrentState:
     """Slots of noise: what a new sequence finds there must not matter."""
     generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(slots, shape.conv_size - 1, shape.channels, generator=generator).to(dtype)
-    heads = (slots, shape.num_value_heads, shape.key_dim, shape.value_dim)
-    memory = torch.randn(heads, generator=generator)
-    return RecurrentState(inputs.to(device), memory.to(device), torch.empty(0))
+    inputs, memory = (torch.randn(slots, *each, generator=generator) for each in shape.state_shapes)
+    return RecurrentState(inputs.to(device, dtype), memory.to(device), torch.empty(0))
 
 
 def context_of(

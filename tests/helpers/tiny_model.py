@@ -160,7 +160,7 @@ def _randomize_vectors(model: torch.nn.Module) -> None:
             centre = {"A_log": -2.0}.get(last, 0.0 if last.endswith("bias") else 1.0)
             torch.nn.init.normal_(parameter, centre, 0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0.0, 0.2)
         if name.endswith("layer_scalar"):
             torch.nn.init.normal_(buffer, 1.0, 0.2)

@@ -52,6 +52,10 @@ from transformers import (
     HunYuanDenseV1ForCausalLM,
     HunYuanMoEV1Config,
     HunYuanMoEV1ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     MistralConfig,
@@ -509,6 +513,39 @@ TINY: dict[str, TinyModel] = {
             "tie_word_embeddings": True,
         },
         seed=62,
+    ),
+    # Short convolutions with biases and of another size; a feed-forward of two thirds, rounded up.
+    "lfm2": TinyModel(
+        Lfm2Config,
+        Lfm2ForCausalLM,
+        {
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "head_dim": 12,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_multiple_of": 24,
+            "block_ffn_dim_multiplier": 1.3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "tie_word_embeddings": False,
+            "pad_token_id": None,
+        },
+        seed=63,
+    ),
+    # A dense layer first; scores by sigmoid with a bias, whose sum a small number is added to.
+    "lfm2-moe": TinyModel(
+        Lfm2MoeConfig,
+        Lfm2MoeForCausalLM,
+        {
+            "layer_types": ["conv", "conv", "full_attention"],
+            "num_dense_layers": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.7,
+            "pad_token_id": None,
+        },
+        seed=64,
     ),
     # The middle layer sees everything, and turns by another theta than those with a window.
     "gemma3": TinyModel(

@@ -44,8 +44,8 @@ Tiny = Callable[[str], Path]
 NAMES = ("glm4-moe", "gpt-oss", "qwen2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next-moe")
 NAMES += ("gemma4", "gemma4-moe", "gemma4-shared", "deepseek-v2", "deepseek-v3", "glm4-moe-air")
 NAMES += ("ernie", "ernie-moe", "exaone4", "exaone4-full", "glm4", "granite", "granite-moe")
-NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "ministral3")
-NAMES += ("nemotron-h", "seed-oss")
+NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "lfm2", "lfm2-moe")
+NAMES += ("ministral3", "nemotron-h", "seed-oss")
 BY_DEFAULT = (
     *NAMES[:2],
     "ernie-moe",
@@ -56,6 +56,8 @@ BY_DEFAULT = (
     "hunyuan",
     "hunyuan-moe",
     "deepseek-v3",
+    "lfm2",
+    "lfm2-moe",
     "nemotron-h",
     "qwen3.5-moe",
     "gemma4-shared",
@@ -69,13 +71,15 @@ def rounded(source: Path, folder: Path) -> Path:
     shutil.copytree(source, folder)
     stored = load_file(folder / "model.safetensors")
     for name, tensor in stored.items():
-        if not name.endswith("e_score_correction_bias"):
+        if not name.endswith(("e_score_correction_bias", "expert_bias")):
             stored[name] = tensor.bfloat16().float()
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if config["architectures"] == ["Qwen3NextForCausalLM"]:
         config["norm_topk_prob"] = True  # as llama.cpp has it in its code
+    if config["architectures"] == ["Lfm2MoeForCausalLM"]:
+        config["routed_scaling_factor"] = 1.0  # no key of a file says it
     if "kv_lora_rank" in config:  # so has it these: pairs are neighbours, YaRN has one mscale
         config["rope_interleave"] = True
         rope = config["rope_parameters"]

@@ -23,7 +23,7 @@ KINDS = {
     ),
     "recurrent or linear attention": (
         "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM qwen35 MambaForCausalLM mamba2 "
-        "JambaForCausalLM Lfm2ForCausalLM lfm2 granitehybrid FalconH1ForCausalLM "
+        "JambaForCausalLM Lfm3ForCausalLM lfm3 granitehybrid FalconH1ForCausalLM "
         "falcon-h1 RwkvForCausalLM MiniMaxForCausalLM"
     ),
     "only text models are supported": (

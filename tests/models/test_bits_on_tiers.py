@@ -14,8 +14,18 @@ from marks import needs_compiler
 from replays import watch_replays
 from tiers import LAYOUTS, run
 
-DENSE = ("exaone4", "ernie", "gemma3", "gemma3-softcap", "glm4", "granite", "hunyuan", "ministral3")
-EXPERTS = ("ernie-moe", "granite-hybrid", "hunyuan-moe", "nemotron-h-moe")
+DENSE = (
+    "exaone4",
+    "ernie",
+    "gemma3",
+    "gemma3-softcap",
+    "glm4",
+    "granite",
+    "hunyuan",
+    "lfm2",
+    "ministral3",
+)
+EXPERTS = ("ernie-moe", "granite-hybrid", "hunyuan-moe", "lfm2-moe", "nemotron-h-moe")
 
 
 @needs_compiler

@@ -22,13 +22,15 @@ from tiny_models import TINY
 from torch import Tensor
 
 from nanoengine import SamplingParams
-from nanoengine.config.model import RecurrentConfig
+from nanoengine.config.model import AnyRecurrent, RecurrentConfig
 from nanoengine.context import ForwardContext, RecurrentState
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kv.block_manager import Block
 from nanoengine.kv.state_slots import StateSnapshots
-from nanoengine.models.mamba import MambaNet, RecurrentNet, recurrence
+from nanoengine.models.mamba import MambaNet
+from nanoengine.models.rules import RecurrentNet, recurrence
+from nanoengine.models.short_conv import ShortConvNet
 from nanoengine.startup import memory_plan
 
 
@@ -45,7 +47,7 @@ def rules(kernels: CpuKernels) -> dict[str, Rule]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_kernel_computes_what_pytorch_does(
-    kernels: CpuKernels, shape: RecurrentConfig, dtype: torch.dtype
+    kernels: CpuKernels, shape: AnyRecurrent, dtype: torch.dtype
 ) -> None:
     """New sequences and others, prompts and decodes, in one step."""
     net = make_net(shape)
@@ -63,7 +65,7 @@ def test_the_kernel_computes_what_pytorch_does(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_bits_do_not_depend_on_cuts_batch_or_threads(
-    kernels: CpuKernels, shape: RecurrentConfig, dtype: torch.dtype
+    kernels: CpuKernels, shape: AnyRecurrent, dtype: torch.dtype
 ) -> None:
     rule, net = rules(kernels)["C"], make_net(shape)
     rows, mate = some_rows(net, dtype, 61, 40)
@@ -81,7 +83,7 @@ def test_bits_do_not_depend_on_cuts_batch_or_threads(
         assert torch.equal(state.inputs[0], whole.inputs[2])
 
 
-@pytest.mark.parametrize("shape", [s for s in SHAPES.values() if s.rule == "mamba"])
+@pytest.mark.parametrize("shape", [SHAPES["Mamba-2"], SHAPES["Mamba-2 of odd sizes"]])
 def test_mamba_is_its_formula(shape: RecurrentConfig) -> None:
     """One sequence of one token after another, by a loop over heads."""
     net, (rows,) = make_net(shape), some_rows(make_net(shape), torch.float32, 5)
@@ -111,12 +113,29 @@ def test_mamba_is_its_formula(shape: RecurrentConfig) -> None:
     torch.testing.assert_close(got, normed.flatten(1) * net.norm, atol=1e-4, rtol=1e-4)
 
 
+def test_a_short_convolution_is_its_formula() -> None:
+    """C times the convolution of B x, by PyTorch's; the state is the last B x."""
+    net, lengths = make_net(SHAPES["short convolution of odd sizes"]), (5, 2)
+    assert isinstance(net, ShortConvNet)
+    state, taps = make_state(net.shape, torch.float32), net.shape.conv_size
+    rows = some_rows(net, torch.float32, *lengths)
+    found = run_step(recurrence, net, state, rows, (0, 0), (1, 3))
+    for x, got, slot in zip(rows, found, (1, 3), strict=True):
+        b, c, x = x.chunk(3, dim=1)
+        padded = torch.cat([torch.zeros(taps - 1, net.shape.channels), b * x])
+        convolved = torch.nn.functional.conv1d(
+            padded.T[None], net.conv.T[:, None], net.conv_bias, groups=net.shape.channels
+        )
+        torch.testing.assert_close(got, c * convolved[0].T)
+        assert torch.equal(state.inputs[slot], padded[-(taps - 1) :])
+
+
 def some_prompts() -> list[list[int]]:
     rng = random.Random(5)
     return [[rng.randrange(256) for _ in range(length)] for length in (40, 3, 17, 64, 9)]
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "granite-hybrid"])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "granite-hybrid", "lfm2"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -147,7 +166,9 @@ def test_states_follow_their_requests(
 @pytest.mark.parametrize(
     "mode", [pytest.param("resident", marks=pytest.mark.breadth), "in_place", "stream"]
 )
-@pytest.mark.parametrize("name", ["qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "granite-hybrid"])
+@pytest.mark.parametrize(
+    "name", ["qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "granite-hybrid", "lfm2-moe"]
+)
 def test_experts_or_nothing_behind_recurrent_layers(
     tiny: Callable[[str], Path], name: str, mode: str
 ) -> None:
@@ -181,7 +202,7 @@ def test_texts_that_part_leave_a_snapshot_there(tiny: Callable[[str], Path]) -> 
     assert_greedy(path, [turn], [last], 16)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "granite-hybrid"])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "granite-hybrid", "lfm2"])
 def test_a_turn_goes_on_where_guesses_ended(tiny: Callable[[str], Path], name: str) -> None:
     """Right and wrong guesses are made, and still the state at the end of each block is kept."""
     path, prompts = tiny(name), [([5, 16, 27] * 8)[:length] for length in range(14, 22)]

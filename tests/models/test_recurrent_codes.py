@@ -74,6 +74,7 @@ CASES = {
     "K-quants": Case("qwen3.5", sizes(256, 64), OF_Q4_K_M, "Q4_K"),
     "outputs in numbers": Case("qwen3.5", sizes(64, 16), {"ssm_out": "F32"}, "Q5_0"),
     "experts": Case("qwen3.5-moe", sizes(64, 16) | EXPERTS, {"ssm_alpha": "F32"}, "Q8_0"),
+    "short convolutions": Case("lfm2-moe", {"moe_intermediate_size": 64}, {}, "Q4_0"),
     "heads in order": Case("qwen3-next-moe", sizes(64, 16) | EXPERTS, {}, "Q4_1"),
 }
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_models import TINY
 
+from nanoengine.config.model import RecurrentConfig, ShortConvConfig
 from nanoengine.errors import ConfigError
 from nanoengine.loading import loader
 from nanoengine.loading.loader import DummyWeights
@@ -48,7 +49,8 @@ def test_the_parts_of_all_ranks_are_the_tensor(
         layer = re.search(r"layers\.(\d+)", tensor)
         kv_heads = config.shape(int(layer[1])).num_kv_heads if layer else 0
         is_shared = kv_heads == 1 and re.search(r"\.[kv]_proj", tensor)
-        is_mamba = config.recurrent is not None and config.recurrent.rule == "mamba"
+        rule = config.recurrent
+        is_mamba = isinstance(rule, RecurrentConfig) and rule.rule == "mamba"
         of_mamba = is_mamba and tensor.endswith("linear_attn.norm.weight")
         is_split = size > 1 and not is_shared and (bool(SPLIT.search(tensor)) or of_mamba)
         assert is_split == (len(parts[0]) < shape[axis]), tensor
@@ -70,7 +72,7 @@ def test_value_heads_are_where_their_key_heads_are(
     """
     config = read_model_config(tiny(name))
     whole = config.recurrent
-    assert whole is not None
+    assert isinstance(whole, RecurrentConfig)
     prefix, names = "model.layers.1.linear_attn.", ARCHITECTURES[config.architecture].recurrent
     # Each row is told by its place among all of them, in the order of DeltaNet.sizes.
     key_dim, value_dim, keys = whole.key_dim, whole.value_dim, whole.num_key_heads
@@ -88,7 +90,7 @@ def test_value_heads_are_where_their_key_heads_are(
     for rank in range(size):
         shard = Shard(rank, size)
         part = shard.config(config).recurrent
-        assert part is not None and part.num_value_heads == values // size
+        assert isinstance(part, RecurrentConfig) and part.num_value_heads == values // size
         mine = {
             name: shard.take(f"{prefix}in_proj_{name}.weight", tensor, config)
             for name, tensor in stored.items()
@@ -173,12 +175,26 @@ def test_heads_that_cannot_be_divided_are_refused_with_what_can(
 
 def test_key_heads_of_recurrent_layers_are_divided_too(tiny: Callable[[str], Path]) -> None:
     config = read_model_config(tiny("qwen3.5"))
-    assert config.recurrent is not None
+    assert isinstance(config.recurrent, RecurrentConfig)
     recurrent = replace(config.recurrent, num_key_heads=3, num_value_heads=6)
     of_three = replace(config, num_heads=6, num_kv_heads=3, recurrent=recurrent)
     Shard(0, 6).check(of_three)
     with pytest.raises(ConfigError, match=r"or the 6 heads and 3 key heads of its rec.* be 1$"):
         Shard(0, 2).check(replace(config, recurrent=recurrent))
+
+
+def test_a_rank_has_b_c_and_x_of_its_channels(tiny: Callable[[str], Path]) -> None:
+    config = read_model_config(tiny("lfm2"))
+    assert isinstance(config.recurrent, ShortConvConfig)
+    num, prefix = config.recurrent.channels, "model.layers.0.linear_attn."
+    parts = [Shard(rank, 2).config(config).recurrent for rank in range(2)]
+    assert parts == [replace(config.recurrent, channels=num // 2)] * 2
+    found = [Shard(1, 2).rows(f"{prefix}in_proj.{kind}", config) for kind in ("weight", "bias")]
+    assert found == [tuple(range(at + num // 2, at + num) for at in (0, num, 2 * num))] * 2
+    assert Shard(1, 2).rows(f"{prefix}conv1d.bias", config) == (range(num // 2, num),)
+    odd = replace(config, recurrent=replace(config.recurrent, channels=71))
+    with pytest.raises(ConfigError, match=r"or the 71 channels of its convolutions; it can be 1$"):
+        Shard(0, 2).check(odd)
 
 
 def test_kv_heads_of_every_layer_are_divided(tiny: Callable[[str], Path]) -> None:

@@ -66,7 +66,7 @@ GEMMA4_E2B = {
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
-HYBRID = {
+HYBRID: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "vocab_size": 64,
     "hidden_size": 512,
@@ -79,6 +79,18 @@ HYBRID = {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }
+SHORT_CONVS = HYBRID | {
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": False,
+    "intermediate_size": 64,
+    "layer_types": ["conv", "full_attention"],
+}
+
+
+def with_rule(key_heads: int, value_heads: int, dim: int) -> dict[str, Any]:
+    """A model with gated delta rules of this size."""
+    heads = {"linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads}
+    return HYBRID | heads | {"linear_key_head_dim": dim, "linear_value_head_dim": dim}
 
 
 @dataclass
@@ -328,11 +340,13 @@ def test_what_the_bits_of_a_request_depend_on(parts: tuple[bool, ...], said: str
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("in_c", [True, False], ids=["C", "PyTorch"])
 @pytest.mark.parametrize(("tokens", "seqs"), [(512, 4), (61, 60)], ids=["prompts", "decodes"])
-@pytest.mark.parametrize(("key_heads", "value_heads", "dim"), [(4, 12, 128), (8, 8, 64)])
+@pytest.mark.parametrize(
+    "config",
+    [with_rule(4, 12, 128), with_rule(8, 8, 64), SHORT_CONVS],
+    ids=["delta of 128", "delta of 64", "short convolutions"],
+)
 def test_a_recurrent_layer_holds_what_is_planned(
-    key_heads: int,
-    value_heads: int,
-    dim: int,
+    config: dict[str, Any],
     tokens: int,
     seqs: int,
     in_c: bool,
@@ -341,9 +355,7 @@ def test_a_recurrent_layer_holds_what_is_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beside what the largest step holds, by counting."""
-    heads = {"linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads}
-    dims = {"linear_key_head_dim": dim, "linear_value_head_dim": dim}
-    (tmp_path / "config.json").write_text(json.dumps(HYBRID | heads | dims))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     if not in_c:
         monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
     settings = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "dtype": dtype}
@@ -357,7 +369,8 @@ def test_a_recurrent_layer_holds_what_is_planned(
     monkeypatch.setattr(CpuDevice, "peak_bytes_of", lambda device, work: peak_bytes_of(work))
     monkeypatch.setattr(CpuDevice, "computes_later", True)
     measured = planned(num_gpu_blocks=None)
-    assert measured <= estimated <= 1.8 * measured
+    # A short convolution holds little beside the residual stream, which is planned amply.
+    assert measured <= estimated <= (2.4 if config == SHORT_CONVS else 1.8) * measured
 
 
 @needs_compiler

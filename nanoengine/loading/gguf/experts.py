@@ -18,6 +18,7 @@ WITH_EXPERTS = (
     "granitehybrid",
     "granitemoe",
     "hunyuan-moe",
+    "lfm2moe",
     "llama",
     "olmoe",
     *QWEN_EXPERTS,

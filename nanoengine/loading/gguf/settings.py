@@ -35,6 +35,7 @@ from nanoengine.loading.gguf.rope_scaling import (
     TEMPERATURE,
     rope_scaling,
 )
+from nanoengine.loading.gguf.short_convs import LFM2, kv_heads, short_conv_settings
 from nanoengine.loading.refused import about_architecture
 
 ARCHITECTURES = {
@@ -52,6 +53,8 @@ ARCHITECTURES = {
     "granitemoe": "GraniteMoeForCausalLM",
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
     "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
     "mistral3": "Ministral3ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
@@ -77,6 +80,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"model_type": "gpt_oss"},
     "hunyuan-dense": {"model_type": "hunyuan_v1_dense"},
     "hunyuan-moe": {"model_type": "hunyuan_v1_moe"},
+    "lfm2moe": {"model_type": "lfm2_moe"},
     "mistral3": {"model_type": "ministral3"},
     "olmoe": {"norm_topk_prob": False},
     "qwen2moe": {"model_type": "qwen2_moe", "norm_topk_prob": False},
@@ -174,11 +178,7 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
 
 
 def _layer_settings(
-    metadata: Metadata,
-    stored: Mapping[str, Any],
-    num_layers: int,
-    num_heads: int,
-    head_dim: int,
+    metadata: Metadata, stored: Mapping[str, Any], num_layers: int, num_heads: int, head_dim: int
 ) -> dict[str, Any]:
     """The sizes of a layer and its RoPE, as far as all layers have the same."""
     if metadata.architecture == "gemma4":
@@ -190,9 +190,13 @@ def _layer_settings(
     inner_size = None
     if metadata.architecture in QWEN_EXPERTS:
         inner_size = metadata.number("expert_feed_forward_length")
+    if metadata.architecture in LFM2:
+        num_kv_heads = kv_heads(metadata, num_layers)
+    else:
+        num_kv_heads = metadata.number("attention.head_count_kv", num_heads)
     settings = {
         "intermediate_size": metadata.number("feed_forward_length", inner_size),
-        "num_key_value_heads": metadata.number("attention.head_count_kv", num_heads),
+        "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
         "rope_theta": theta,
         "rope_scaling": rope_scaling(metadata, stored, theta, head_dim),
@@ -210,6 +214,8 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         return {}
     if metadata.architecture == "exaone4":
         return exaone_settings(metadata, num_layers)
+    if metadata.architecture in LFM2:
+        return short_conv_settings(metadata, stored, num_layers)
     settings: dict[str, Any] = {}
     if metadata.architecture in HYBRIDS:
         settings = recurrent_settings(metadata, stored, num_layers)

@@ -35,10 +35,13 @@ PERMUTED = frozenset({"granite", "granitehybrid", "granitemoe", "llama", "mistra
 # Hugging Face has those of a key head together (conversion/qwen.py).
 TILED = frozenset({"qwen35", "qwen35moe"})
 
+SHORT_CONV = "conv.conv"  # of which the file has [channels, taps]
+
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "token_embd_norm.weight": "model.embedding_norm.weight",  # LFM2's, behind the last layer
     "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
@@ -102,6 +105,19 @@ _MTP_NAMES = {
     "nextn.shared_head_norm": MTP_NORMS[2],
     "nextn.eh_proj": MTP_JOIN,
 }
+_LFM2_NAMES = _LAYER_NAMES | {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": SHORT_CONV,
+    "shortconv.out_proj": "conv.out_proj",
+}
 _NEWER_NAMES = _LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"}
 _NAMES = {
     "deepseek2": _LATENT_NAMES,
@@ -117,6 +133,8 @@ _NAMES = {
     "gpt-oss": _NEWER_NAMES,
     "hunyuan-dense": _HUNYUAN_NAMES,
     "hunyuan-moe": _HUNYUAN_NAMES,
+    "lfm2": _LFM2_NAMES,
+    "lfm2moe": _LFM2_NAMES,
     "nemotron_h": NEMOTRON_NAMES,
     "nemotron_h_moe": NEMOTRON_NAMES,
     "phi3": _PHI3_NAMES,
@@ -213,7 +231,10 @@ def _of_name(
     # llama.cpp stores the number that a norm multiplies with.
     offset = ARCHITECTURES[config["architectures"][0]].norm_offset or 0.0
     change = partial(_minus, offset) if offset and name.endswith("norm.weight") else None
-    return [GgufTensor(name, _shape(stored), stored.data, stored.tensor_type, rows, change)]
+    shape = _shape(stored)
+    if name.endswith(f"{SHORT_CONV}.weight"):
+        shape = (shape[0], 1, *shape[1:])
+    return [GgufTensor(name, shape, stored.data, stored.tensor_type, rows, change)]
 
 
 @dataclass(frozen=True, slots=True)

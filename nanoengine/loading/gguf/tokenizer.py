@@ -109,6 +109,7 @@ OTHER_NAMES = {
     "exaone4": "olmo",
     "hunyuan": "qwen2",
     "hunyuan-dense": "deepseek-v3",
+    "lfm2": "llama-bpe",
     "refact": "smollm",
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), "llama-bpe"),
     **dict.fromkeys(("chatglm-bpe", "dbrx", "smaug-bpe"), "glm4"),

@@ -1,0 +1,87 @@
+"""LFM2, dense or with experts: the settings in its config.json, and where its tensors are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from nanoengine.config.model import ModelConfig, ShortConvConfig
+from nanoengine.errors import UnsupportedModelError, shown
+from nanoengine.loading.checkpoint import Part
+from nanoengine.loading.layer_kinds import FULL, MAX_CONV_SIZE
+from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.text.checked_json import CheckedJson, whole
+
+CONV = "conv"
+ADJUSTS = "block_auto_adjust_ff_dim"
+# Keys of older files, each with the one that it goes before.
+OLDER = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+_PARTS = {
+    "conv.in_proj": "linear_attn.in_proj",
+    "conv.conv": "linear_attn.conv1d",
+    "conv.out_proj": "linear_attn.out_proj",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+}
+
+
+def with_newer_keys(content: CheckedJson) -> None:
+    """Give the values of older keys to those that are read."""
+    for old, new in OLDER.items():
+        if content.get(old) is not None:
+            content.values[new] = content.values[old]
+
+
+def read_short_convs(content: CheckedJson, num_layers: int) -> ShortConvConfig | None:
+    """The layers with a convolution: by `layer_types`; without it, all but `full_attn_idxs`. None
+    if all have attention. Raises UnsupportedModelError.
+    """
+    listed, attention = content.get("layer_types"), content.get("full_attn_idxs")
+    if listed is None and isinstance(attention, list):
+        listed = [FULL if i in attention else CONV for i in range(num_layers)]
+    kinds = [FULL] * num_layers if listed is None and attention is None else listed
+    is_list = isinstance(kinds, list) and len(kinds) == num_layers
+    if not is_list or FULL not in kinds or any(kind not in (FULL, CONV) for kind in kinds):
+        raise UnsupportedModelError(
+            f"{content.path}: 'layer_types' {shown(listed)} or 'full_attn_idxs' {shown(attention)} "
+            f"for {num_layers} layers is not supported; each must be {FULL!r} or {CONV!r}, and one "
+            "at least the first of these"
+        )
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == CONV)
+    conv_size = content.size("conv_L_cache", limit=MAX_CONV_SIZE)
+    if conv_size < 2:
+        raise UnsupportedModelError(
+            f"{content.path}: 'conv_L_cache' is {conv_size}; the least is 2"
+        )
+    if not layers:
+        return None
+    return ShortConvConfig(
+        layers, content.size("hidden_size"), conv_size, content.flag("conv_bias")
+    )
+
+
+def read_adjusted_size(content: CheckedJson) -> int:
+    """Of a dense feed-forward. Some files say that theirs is two thirds of it, then times a factor
+    and up to the next multiple. Raises CorruptModelError.
+    """
+    size = content.size("intermediate_size")
+    if not content.flag(ADJUSTS):
+        return size
+    unit = content.size("block_multiple_of")
+    size = int(content.real("block_ffn_dim_multiplier") * int(2 * size / 3))
+    size = unit * -(-size // unit)
+    return whole(content.path, f"intermediate_size' after '{ADJUSTS}", size)
+
+
+def short_conv_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[str, Part]]:
+    """Where tensors lie that `weight_shapes` has other names for, but those of experts."""
+    if not ARCHITECTURES[model.architecture].short_convs:
+        return
+    for name in names:
+        if name == "model.embedding_norm.weight":
+            yield "model.norm.weight", Part(name)
+        match = re.fullmatch(r"(model\.layers\.\d+)\.(\w+\.\w+)\.(weight|bias)", name)
+        if match and match[2] in _PARTS:
+            yield f"{match[1]}.{_PARTS[match[2]]}.{match[3]}", Part(name)

@@ -1,0 +1,43 @@
+"""The rules of recurrent layers: what each is made of, and the call that runs any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanoengine.config.model import AnyRecurrent, ShortConvConfig
+from nanoengine.context import ForwardContext, RecurrentState
+from nanoengine.models.delta_net import DeltaNet, gated_delta
+from nanoengine.models.mamba import MambaNet, flat_rows, mamba
+from nanoengine.models.short_conv import ShortConvNet, short_conv
+
+RecurrentNet = DeltaNet | MambaNet | ShortConvNet
+
+
+def recurrence(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:
+    """[tokens, sum(shape.sizes)] -> [tokens, shape.value_size]. Replaces the state."""
+    if isinstance(net, DeltaNet):
+        return gated_delta(x, net, state, ctx)
+    if isinstance(net, MambaNet):
+        return mamba(x, net, state, ctx)
+    return short_conv(x, net, state, ctx)
+
+
+def make_net(shape: AnyRecurrent, tensor: Callable[[str], Tensor], eps: float) -> RecurrentNet:
+    """tensor: gives one of a layer by its name there. eps: of the norm behind the rule."""
+
+    def wide(name: str) -> Tensor:
+        return tensor(name).float()
+
+    conv = wide("conv1d.weight").squeeze(1)
+    if isinstance(shape, ShortConvConfig):
+        bias = wide("conv1d.bias") if shape.has_bias else None
+        return ShortConvNet(shape, conv.T.contiguous(), bias)
+    decay, dt_bias, norm = -wide("A_log").exp(), wide("dt_bias"), wide("norm.weight")
+    if shape.rule == "delta":
+        return DeltaNet(shape, conv.T.contiguous(), decay, dt_bias, norm, eps)
+    order = flat_rows(torch.arange(shape.channels), shape).to(conv.device)
+    conv, bias = conv[order].T.contiguous(), wide("conv1d.bias")[order]
+    return MambaNet(shape, conv, bias, decay, dt_bias, wide("D"), norm, eps)
