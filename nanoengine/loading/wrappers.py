@@ -14,6 +14,7 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
+    "Lfm2VlForConditionalGeneration": {"lfm2": "Lfm2ForCausalLM"},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},

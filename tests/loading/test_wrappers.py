@@ -21,6 +21,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
+    Lfm2VlConfig,
+    Lfm2VlForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen3_5Config,
@@ -76,6 +78,24 @@ WRAPPED = {
                 "position_embedding_size": 64,
             },
             "audio_config": None,
+        },
+    ),
+    "Lfm2VlForConditionalGeneration": TinyModel(
+        Lfm2VlConfig,
+        Lfm2VlForConditionalGeneration,
+        {
+            "text_config": COMMON
+            | TINY["lfm2"].settings
+            | {"model_type": "lfm2", "tie_word_embeddings": True},
+            "vision_config": {
+                "model_type": "siglip2_vision_model",
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_patches": 16,
+            },
+            "projector_hidden_size": 32,
         },
     ),
     "Qwen3_5ForConditionalGeneration": TinyModel(

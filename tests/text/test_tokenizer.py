@@ -241,7 +241,7 @@ def test_an_end_of_one_message_of_several_ends_no_generation(tmp_path: Path) -> 
         ("deepseek-r1-qwen", ["I", "'LL", "Ġpay", "Ġ", "1", "2", "3", "4", "!!Ċ"]),
         *(
             (pre, ["I", "'LL", "Ġpay", "Ġ", "123", "4", "!!Ċ"])
-            for pre in ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
+            for pre in ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral")
         ),
         *(
             (pre, ["I", "'LL", "Ġpay", "Ġ", "123", "4", "!!Ċ"])
@@ -261,7 +261,7 @@ def test_words_of_each_pattern(pre: str, words: list[str]) -> None:
 
 def test_llama3_and_mistral_take_whole_words_before_merging() -> None:
     vocab = {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4}
-    whole = ("llama-bpe", "falcon3", "tekken")
+    whole = ("llama-bpe", "falcon3", "lfm2", "tekken")
     for pre, ids in (*((pre, [4]) for pre in whole), ("dbrx", [3, 2]), ("qwen2", [3, 2])):
         assert Tokenizer(byte_level(vocab, [("a", "b")], pre)).encode("abc") == ids
 
