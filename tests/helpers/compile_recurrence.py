@@ -18,7 +18,7 @@ from torch import Tensor
 from nanoengine.config.model import RecurrentConfig
 from nanoengine.context import ForwardContext, RecurrentState
 from nanoengine.kernels.triton_recurrence import recurrence
-from nanoengine.models.mamba import RecurrentNet
+from nanoengine.models.rules import RecurrentNet
 
 SHAPES = {
     "delta": RecurrentConfig((0,), 2, 4, 128, 128, 4),

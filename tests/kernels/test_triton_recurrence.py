@@ -30,7 +30,8 @@ from nanoengine.kernels.triton_codes import TritonCodes
 from nanoengine.kernels.triton_kernels import TritonKernels
 from nanoengine.kernels.triton_recurrence import blocks_of
 from nanoengine.models.delta_net import DeltaNet
-from nanoengine.models.mamba import MambaNet, RecurrentNet, recurrence
+from nanoengine.models.mamba import MambaNet
+from nanoengine.models.rules import RecurrentNet, recurrence
 
 pytestmark = needs_no_gpu
 HELPER = Path(__file__).parents[1] / "helpers" / "compile_recurrence.py"
