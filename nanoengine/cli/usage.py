@@ -6,7 +6,19 @@ import argparse
 from collections.abc import Iterable
 
 from nanoengine.errors import near_name, shown
-from nanoengine.text.known_names import sentence_of
+from nanoengine.text.known_names import KNOWN, SCOPES, sentence_of
+
+# Commands of vLLM and Ollama that have other names here: what to write.
+COMMANDS = {
+    "run-batch": "nanoengine batch IN.jsonl OUT.jsonl --model MODEL",
+    "complete": "nanoengine run MODEL PROMPT",
+    "launch": "nanoengine serve MODEL",
+    "list": "nanoengine models",
+    "ls": "nanoengine models",
+    "rm": "nanoengine models rm NAME",
+    "pull": "nanoengine run ORGANISATION/MODEL, which fetches it from the hub",
+    "show": "nanoengine plan MODEL",
+}
 
 
 class UsageError(Exception):
@@ -17,6 +29,8 @@ def unknown_command(text: str, known: Iterable[str]) -> str:
     """The error about a command that does not exist."""
     near = near_name(text, known)
     hint = f"; did you mean {near}?" if near else ""
+    if text in COMMANDS:
+        hint = f"; here it is {COMMANDS[text]}"
     return f"unknown command {shown(text)}{hint} (see nanoengine --help)"
 
 
@@ -38,5 +52,19 @@ def unknown_flag(text: str, parser: argparse.ArgumentParser) -> str:
     }
     near = near_name(name, known)
     hint = f"did you mean --{near.replace('_', '-')}?" if near else ""
-    hint = "the model needs no flag" if name == "model" else sentence_of(name) or hint
+    hint = "the model needs no flag" if name == "model" else _meaning(name, known) or hint
     return f"unknown flag {shown(flag)}{'; ' if hint else ''}{hint}{more}"
+
+
+def _meaning(name: str, known: set[str]) -> str:
+    """What another engine's flag is here; "" for an unknown one. vLLM's has a no- before it to turn
+    it off, and dots before a part of its value.
+    """
+    whole = name.partition(".")[0]
+    for each in (whole, whole.removeprefix("no_")):
+        for row in (KNOWN.get((scope, each)) for scope in SCOPES):
+            if row is not None and row.here in known:
+                return f"here it is --{row.here.replace('_', '-')}"
+        if sentence := sentence_of(each):
+            return sentence
+    return ""

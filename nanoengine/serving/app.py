@@ -125,6 +125,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     }
 
     @app.get("/v1/models")
+    @app.get("/v1/models/", include_in_schema=False)  # it would be the model without a name
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model]}
 

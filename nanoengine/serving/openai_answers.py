@@ -36,6 +36,7 @@ from nanoengine.serving.openai_logprobs import (
 )
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
 from nanoengine.text.answer_parser import ChatParsers, message_of
+from nanoengine.text.tools import ToolUse
 
 Event = tuple[str | None, dict[str, Any]]  # of a stream: its name, if it has one, and its data
 # The types of errors: the client's and the server's.
@@ -87,7 +88,7 @@ def chat_body(
         }
         choices.append(choice)
     head = answer_head("chatcmpl", answer_id, "chat.completion", model)
-    return head | {"choices": choices, "usage": chat_usage(output, parsers)}
+    return head | {"choices": choices, "usage": chat_usage(output, parsers, request.tools)}
 
 
 def hides_thoughts(request: ChatRequest, parsers: ChatParsers) -> bool:
@@ -182,9 +183,11 @@ def usage(outputs: Iterable[RequestOutput], echo_only: bool = False) -> dict[str
     }
 
 
-def chat_usage(output: RequestOutput, parsers: ChatParsers) -> dict[str, Any]:
+def chat_usage(
+    output: RequestOutput, parsers: ChatParsers, tools: ToolUse | None
+) -> dict[str, Any]:
     """The usage of a chat: with the tokens of its thoughts."""
-    details = {"reasoning_tokens": parsers.num_thoughts(output)}
+    details = {"reasoning_tokens": parsers.num_thoughts(output, tools)}
     return usage([output]) | {"completion_tokens_details": details}
 
 

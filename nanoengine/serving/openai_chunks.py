@@ -108,7 +108,7 @@ class ChatChunks(_Chunks):
 
     def _usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
         (output,) = outputs
-        return chat_usage(output, self._parsers)
+        return chat_usage(output, self._parsers, self._request.tools)
 
     def of(self, deltas: Iterable[StreamDelta], prompt_index: int) -> list[Event]:
         """The chunks of new deltas. A choice begins with a chunk that has the role and no text, as

@@ -113,9 +113,10 @@ class ResponsesWriter:
         """The body of an answer that has ended."""
         status = _status(made.finish_reason)
         reason = None if status == "completed" else {"reason": "max_output_tokens"}
+        num_thoughts = self._parsers.num_thoughts(output, self._chat.tools)
         return self._response(status, self._bodies(status), reason) | {
             "completed_at": int(time.time()),
-            "usage": _usage(output, made, self._parsers.num_thoughts(output)),
+            "usage": _usage(output, made, num_thoughts),
         }
 
     def _bodies(self, status: str) -> list[dict[str, Any]]:

@@ -51,14 +51,15 @@ KNOWN = (
 )
 PLAIN = {"type": "text"}
 VERBOSITY = (("medium",), IN_KWARGS)
+CUT = "conversations are not cut or made shorter; send a shorter input"
 SUMMARY = (("auto",), "an answer has its thoughts, and no summary of them")
 REFUSED: Refused = {
     "previous_response_id": ((), NOT_KEPT),
     "conversation": ((), NOT_KEPT),
-    "background": ((False,), NOT_KEPT),
+    "background": ((False,), "answers are not kept; take a stream, or a connection that waits"),
     "prompt": ((), NOT_KEPT),
-    "context_management": ((), "conversations are not cut or made shorter"),
-    "truncation": (("disabled",), "conversations are not cut or made shorter"),
+    "context_management": ((), CUT),
+    "truncation": (("disabled",), CUT),
     "stream_options": (
         ({"include_obfuscation": True}, {"include_obfuscation": False}),
         "the last event has the usage",

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from nanoengine.errors import InvalidParamsError, shown
-from nanoengine.outputs import ChatMessage, MessageDelta, RequestOutput, ToolCall, ToolCallDelta
+from nanoengine.outputs import (
+    ChatMessage,
+    CompletionOutput,
+    MessageDelta,
+    RequestOutput,
+    ToolCall,
+    ToolCallDelta,
+)
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, merged
 from nanoengine.text.reasoning import BY_NAME as REASONING_PARSERS
@@ -169,12 +176,24 @@ class ChatParsers:
         parser = self.parser(prompt, use)
         return message_of(parser.read(text, is_last=True))
 
-    def num_thoughts(self, output: RequestOutput) -> int:
+    def num_thoughts(self, output: RequestOutput, use: ToolUse | None) -> int:
         """Tokens of the thoughts in the answers to a prompt."""
         if (counter := self.thoughts) is None:
             return 0
         prompt = output.prompt or ""
-        return sum(counter.count(prompt, made.text, made.token_ids) for made in output.outputs)
+        return sum(
+            counter.count(prompt, made.text, made.token_ids, self._before_call(made, prompt, use))
+            for made in output.outputs
+        )
+
+    def _before_call(self, made: CompletionOutput, prompt: str, use: ToolUse | None) -> int | None:
+        """Where the thoughts of an answer end, in characters, if a call follows them."""
+        if use is None:
+            return None
+        pieces = self.parser(prompt, use).read(made.text, is_last=True)
+        is_called = any(piece.kind is Kind.NAME for piece in pieces)
+        ends = [piece.end for piece in pieces if piece.kind is Kind.REASONING]
+        return max(ends, default=0) if is_called else None
 
     def _syntax(self, use: ToolUse) -> ToolSyntax:
         """How the calls of an answer are written. Raises InvalidParamsError if there are none."""

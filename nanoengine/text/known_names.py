@@ -21,8 +21,8 @@ from nanoengine.text import known_tables
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Where a name is used: LLM(...), SamplingParams(...), and a method of LLM.
-SETTING, PARAMETER, ARGUMENT = SCOPES = ("setting", "parameter", "argument")
+# Where a name is used: LLM(...), SamplingParams(...), a method of LLM, and the command line.
+SETTING, PARAMETER, ARGUMENT, FLAG = SCOPES = ("setting", "parameter", "argument", "flag")
 WORKS, RENAMED, CHANGED, MISSING = "works", "renamed", "changed", "missing"
 NOTHING = (None, False, "auto", "")  # values that ask for nothing, whatever the name
 GROUP = re.compile(r"(works|renamed|changed|missing)(?: unless (\(.+?\)))?(?:: (.+))?")
@@ -82,13 +82,14 @@ ROWS = (
     *read_table(SETTING, known_tables.SETTINGS),
     *read_table(PARAMETER, known_tables.PARAMETERS),
     *read_table(ARGUMENT, known_tables.ARGUMENTS),
+    *read_table(FLAG, known_tables.FLAGS),
 )
 KNOWN = {(row.scope, row.name): row for row in ROWS}
 
 
 def sentence_of(name: str) -> str:
-    """What a name of other engines is here, be it a setting, a parameter or an argument; "" for a
-    name that works as it is, or is not known.
+    """What a name of other engines is here, be it a setting, a parameter, an argument or a flag; ""
+    for a name that works as it is, or is not known.
     """
     found = (KNOWN.get((scope, name)) for scope in SCOPES)
     return next((row.sentence for row in found if row and row.sentence), "")
@@ -127,8 +128,8 @@ def translated(engine_args: object, known: Collection[str]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     refused: list[str] = []
     for name, value in _given_in(engine_args).items():
-        row = KNOWN.get((SETTING, name))
-        here = name if name in known else row.here if row else ""
+        row = KNOWN.get((SETTING, name)) or KNOWN.get((FLAG, name))
+        here = name if name in known else row.here if row and row.here in known else ""
         if value is None or (row and not here and row.asks_nothing(value)):
             continue
         if here in settings:

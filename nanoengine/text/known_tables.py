@@ -8,7 +8,7 @@ A line that is not indented begins a group:
   missing unless (VALUES): TEXT    the same, but these values ask for nothing that is missing
 Below it, indented: engines, each with names that it has. For vLLM, FastDeploy, LMDeploy and
 nano-vllm these are all names of their argument classes from 2024 to 2026, for the others the ones
-that people bring most.
+that people bring most. FLAGS are those of `vllm serve` and its like that are no settings.
 """
 
 SETTINGS = """\
@@ -33,6 +33,7 @@ renamed: tokenizer
 renamed: max_model_len
   LMDeploy: session_len  SGLang: context_length  llama.cpp: n_ctx ctx_size  Ollama: num_ctx
 renamed: max_num_seqs
+  vLLM: max_num_active_seqs
   LMDeploy: max_batch_size  SGLang: max_running_requests  llama.cpp: n_parallel parallel
   Ollama: num_parallel
 renamed: max_num_batched_tokens
@@ -103,7 +104,8 @@ hides it
   vLLM: use_tqdm use_tqdm_on_load
 changed: generation_config, and SamplingParams for single values
   vLLM: override_generation_config
-changed: the environment variable NANOENGINE_LOG_LEVEL
+changed: the environment variable NANOENGINE_LOG_LEVEL, or --log-level of the command line
+  vLLM: logging_config log_config_file
   SGLang: log_level  llama.cpp: verbose  LMDeploy: log_level
 missing unless (True,): here it is nothing: prefill is always chunked
   vLLM: enable_chunked_prefill  FastDeploy: enable_chunked_prefill
@@ -125,7 +127,8 @@ that does not fit goes to RAM with enable_cpu_offload=True
 missing: LoRA is not supported yet; merge the adapter into its model (peft: merge_and_unload)
   vLLM: enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras
     lora_dtype lora_extra_vocab_size lora_target_modules lora_modules enable_tower_connector_lora
-    specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras  LMDeploy: adapters
+    max_lora_cls_labels specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras
+  LMDeploy: adapters
   SGLang: enable_lora lora_paths max_loras_per_batch  llama.cpp: lora_path lora_base
 missing: images, audio and video are not supported; a model reads and writes text
   vLLM: limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs
@@ -154,7 +157,7 @@ start an engine for each GPU
     disable_nccl_for_dp_synchronization enable_nccl_comm_suspend ray_workers_use_nsight
     worker_use_ray worker_cls worker_extension_cls enable_dbo ubatch_size dbo_decode_token_threshold
     dbo_prefill_token_threshold enable_batch_sharded_sampling enable_fault_tolerance
-    fault_tolerance_config
+    fault_tolerance_config enable_hc_sp enable_shm_tensor_arena pp
   FastDeploy: data_parallel_size local_data_parallel_id disable_custom_all_reduce
     enable_flashinfer_allreduce_fusion use_internode_ll_two_stage shutdown_comm_group_if_worker_idle
     ips engine_worker_queue_port cache_queue_port pd_comm_port rdma_comm_ports
@@ -167,6 +170,7 @@ or to run them
   vLLM: enable_expert_parallel enable_ep_weight_filter moe_backend all2all_backend enable_elastic_ep
     eplb_config enable_eplb expert_placement_strategy num_redundant_experts eplb_window_size
     eplb_step_interval eplb_log_balancedness enable_return_routed_experts enable_bf16x3_router_gemm
+    elastic_ep_max_dp_size
   FastDeploy: enable_expert_parallel disable_sequence_parallel_moe enable_chunked_moe
     chunked_moe_size enable_eplb eplb_config routing_replay_config
   LMDeploy: ep enable_eplb enable_return_routed_experts moe_tp_size  SGLang: ep_size
@@ -260,13 +264,16 @@ missing: PyTorch compiles nothing here; enforce_eager=True turns CUDA graphs off
   FastDeploy: graph_optimization_config  SGLang: enable_torch_compile  transformers: compile
 missing: kernels are chosen by the engine; attention_backend chooses those of attention
   vLLM: kernel_config linear_backend ir_op_priority enable_flashinfer_autotune gdn_prefill_backend
-    kda_prefill_backend disable_cascade_attn override_attention_dtype kv_sharing_fast_prefill
+    kda_prefill_backend kda_decode_backend sparse_indexer_topk_backend disable_cascade_attn
+    override_attention_dtype kv_sharing_fast_prefill
     jit_monitor_mode jit_monitor_verbose  FastDeploy: plas_attention_config lm_head_fp32
   LMDeploy: kernel_block_size  SGLang: sampling_backend
-missing: state space models are not supported
+missing: here it is nothing: a recurrent state has its model's own type, and snapshots of it lie at
+the ends of blocks
   vLLM: mamba_config mamba_backend mamba_block_size mamba_cache_dtype mamba_cache_mode
     mamba_ssm_cache_dtype mamba_ssu_algorithm mamba_cache_philox_rounds
     enable_mamba_cache_stochastic_rounding use_replayssm replayssm_buffer_len prefix_match_unit
+    enable_mamba_shared_prefix_checkpoint
 missing: diffusion models are not supported
   LMDeploy: dllm_block_length dllm_unmasking_strategy dllm_denoising_steps dllm_confidence_threshold
 missing unless ('mixed', 'native'): KV does not move between engines; kv_offload_gib keeps it in
@@ -279,7 +286,7 @@ missing: host KV in int8 has a scale for each token and head, and needs no choic
   vLLM: calculate_kv_scales kv_cache_dtype_skip_layers
 missing: cached KV is found by a hash that is checked against the tokens, and stays until its memory
 is needed
-  vLLM: prefix_caching_hash_algo prefix_cache_retention_interval
+  vLLM: prefix_caching_hash_algo prefix_cache_retention_interval swa_bounded_replay
   LMDeploy: cache_chunk_size cache_checkpoint_interval cache_prompt_boundary_skip
     prefix_cache_state_budget prefix_cache_decode_state_interval
 missing unless (True,): here it is nothing: KV of the output is cached like that of the prompt
@@ -289,7 +296,7 @@ missing: here it is nothing: one manager keeps all KV
 missing unless ('fcfs',): requests run in the order of their arrival; max_num_partial_prefills and
 long_prefill_token_threshold let short ones pass long ones
   vLLM: scheduling_policy scheduler_cls scheduler_reserve_full_isl max_num_scheduled_tokens
-    prefill_schedule_interval scheduler_delay_factor
+    prefill_schedule_interval scheduler_delay_factor long_prefill_token_threshold_adaptive
   LMDeploy: max_prefill_iters num_tokens_per_iter prefill_interval
   SGLang: schedule_policy schedule_conservativeness
 missing unless (True,): here it is nothing: on a GPU the next step is begun before the last one is
@@ -312,16 +319,20 @@ reported elsewhere
   vLLM: disable_log_stats aggregate_engine_logging show_hidden_metrics_for_version
     otlp_traces_endpoint collect_detailed_traces per_request_spec_decode_metrics kv_cache_metrics
     kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics
-    enable_logging_iteration_details profiler_config  LMDeploy: enable_metrics
+    enable_logging_iteration_details profiler_config custom_histogram_buckets
+    aux_output_config  LMDeploy: enable_metrics
   SGLang: enable_metrics log_requests
 missing: an engine does not sleep; close() frees its memory
-  vLLM: enable_sleep_mode enable_cumem_allocator  SGLang: enable_memory_saver  Ollama: keep_alive
+  vLLM: enable_sleep_mode enable_cumem_allocator sleep_mode_offload_cudagraph
+    sleep_preserve_parameter_names  SGLang: enable_memory_saver  Ollama: keep_alive
 missing: one thread at a time may call an LLM; AsyncLLM may be called from all of them
   LMDeploy: thread_safe
 missing: memory is bound to no NUMA node; start Python under numactl
   vLLM: numa_bind numa_bind_nodes numa_bind_cpus  llama.cpp: numa  Ollama: numa
+missing: a text has no watermark
+  vLLM: watermark_config
 missing: there are no plug-ins and no settings outside this list
-  vLLM: additional_config external_parameters fail_on_environ_validation
+  vLLM: additional_config external_parameters fail_on_environ_validation engram_config
 """
 
 PARAMETERS = """\
@@ -450,6 +461,8 @@ missing: KV does not move between engines; kv_offload_gib keeps it in this machi
   LMDeploy: with_cache preserve_cache migration_request
 missing: an answer does not say which experts computed it
   vLLM: routed_experts_prompt_start  LMDeploy: return_routed_experts
+missing unless (True,): a text has no watermark
+  vLLM: watermarking
 missing: there are no parameters outside this list
   vLLM: extra_args skip_clone trace_decode_token_ids  FastDeploy: stop_seqs_len
   SGLang: custom_params
@@ -486,13 +499,81 @@ missing: images, audio and video are not supported; a model reads and writes tex
 missing: LoRA is not supported yet; merge the adapter into its model (peft: merge_and_unload)
   vLLM: lora_request prompt_adapter_request  LMDeploy: adapter_name  SGLang: lora_path
 missing: requests run in the order of their arrival
-  vLLM: priority
+  vLLM: priority data_parallel_rank
+missing: give both in the prompt: {"prompt_token_ids": ids, "prompt": text}
+  vLLM: prompt_text
+missing: here it is nothing: whether a prompt has begun thoughts is read from it
+  vLLM: reasoning_ended reasoning_parser_kwargs
+missing: what a request took is in its output's metrics; nothing is reported elsewhere
+  vLLM: trace_headers
+missing: KV of earlier turns is found by the tokens of the prompt
+  vLLM: session_id kv_hints
 missing: give it in the prompt: {"prompt": text, "cache_salt": "a"}
   vLLM: cache_salt
 missing: ask by structured_outputs of SamplingParams
   vLLM: guided_options_request
+missing: here it is nothing: a prompt is encoded whole, and never cut
+  vLLM: tokenization_kwargs
 missing: the model was chosen when the LLM was made
   OpenAI: model  Ollama: model
 missing: an output has texts and token ids, and the prompt's
   transformers: return_full_text return_text  OpenAI: user metadata store
+"""
+
+FLAGS = """\
+renamed: gpu_memory_utilization
+  vLLM: device_memory_utilization
+renamed: tokenizer_info
+  vLLM: enable_tokenizer_info_endpoint
+renamed: keep_alive_seconds
+  vLLM: sse_keep_alive_interval
+changed: --allow-origins https://HOST, once for each origin
+  vLLM: allowed_origins
+missing: pages of the origins in --allow-origins may send all methods and headers, but no cookies
+  vLLM: allowed_methods allowed_headers allow_credentials
+missing: here it is nothing: requests are not logged, and the server's lines are those of
+--log-level; leave it out
+  vLLM: disable_log_requests enable_log_requests enable_log_outputs enable_log_deltas max_log_len
+    disable_uvicorn_access_log disable_access_log_for_endpoints
+changed: --log-level
+  vLLM: uvicorn_log_level
+changed: the environment variable NANOENGINE_TRACEBACK=1, for commands; a server logs its own faults
+  vLLM: log_error_stack
+missing: here it is nothing: thoughts are read wherever the chat template writes them;
+--reasoning-parser names another way
+  vLLM: enable_reasoning
+missing: the server speaks no TLS; put a proxy such as nginx or Caddy in front of it
+  vLLM: ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh
+missing: paths begin at /; let the proxy in front take its prefix away before it passes a request on
+  vLLM: root_path
+missing: the server listens at --host and --port alone
+  vLLM: uds grpc grpc_port
+missing: the server runs no code of others; put a proxy in front of it
+  vLLM: middleware
+missing: here it is nothing: an answer always has the cached tokens of its prompt; leave it out
+  vLLM: enable_prompt_tokens_details
+missing: a stream ends with its usage where the request's stream_options has include_usage
+  vLLM: enable_force_include_usage
+missing: /metrics shows the load and the times of all requests
+  vLLM: enable_server_load_tracking enable_per_request_metrics
+missing: each request gives its own chat_template_kwargs or reasoning_effort
+  vLLM: default_chat_template_kwargs anthropic_disabled_thinking_effort
+missing: here it is nothing: only the model's own chat template is ever run; leave it out
+  vLLM: trust_request_chat_template trust_request_mm_kwargs cohere_format cohere_is_reasoning_model
+missing: here it is nothing: an answer's role is assistant
+  vLLM: response_role
+missing: tools are functions of the client; one with "strict": true is held to its schema
+  vLLM: tool_server tool_strict_level exclude_tools_when_tool_choice_none
+missing: log-probabilities name tokens by their text and bytes
+  vLLM: return_tokens_as_token_ids
+missing: one process serves HTTP; --engine-process puts the engine into another one
+  vLLM: api_server_count headless disable_frontend_multiprocessing data_parallel_supervisor_port
+    dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s
+    dp_supervisor_probe_failure_threshold enable_scale_out
+missing: the server has no such switch; `nanoengine serve --help` lists what there is
+  vLLM: enable_request_id_headers disable_fastapi_docs enable_offline_docs fingerprint_mode
+    fingerprint_value h11_max_incomplete_event_size h11_max_header_count
+    enable_flash_late_interaction
+missing: `nanoengine batch IN.jsonl OUT.jsonl --model MODEL` names the files without flags
+  vLLM: input_file output_file output_tmp_dir i o
 """

@@ -6,8 +6,10 @@ channels, which tool_parser.py reads.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, Steps, first_of, num_held_back
 from nanoengine.text.tokenizer import Tokenizer
@@ -60,20 +62,26 @@ def reasoning_of(template: str) -> ReasoningSyntax | None:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtTokens:
-    """Counts the tokens of thoughts by the tokens that begin and end them."""
+    """Counts the tokens of thoughts by the tokens that begin and end them. decode: the text of
+    tokens, special ones too.
+    """
 
     syntax: ReasoningSyntax
     begin: tuple[int, ...]
     end: tuple[int, ...]
+    decode: Callable[[Sequence[int]], str]
 
     @classmethod
     def of(cls, syntax: ReasoningSyntax, tokenizer: Tokenizer) -> ThoughtTokens:
         """Those of a model."""
-        return cls(syntax, *mark_ids(syntax, tokenizer))
+        decode = partial(tokenizer.decode, skip_special_tokens=False)
+        return cls(syntax, *mark_ids(syntax, tokenizer), decode)
 
-    def count(self, prompt: str, text: str, token_ids: Sequence[int]) -> int:
+    def count(
+        self, prompt: str, text: str, token_ids: Sequence[int], length: int | None = None
+    ) -> int:
         """How many of an answer's tokens stand between them. prompt, text: before the answer, and
-        of it.
+        of it. length: characters before the call that thoughts end with which never end otherwise.
         """
         is_open = self.syntax.is_open_after(prompt)
         if not is_open and not text.lstrip().startswith(self.syntax.begin):
@@ -81,10 +89,19 @@ class ThoughtTokens:
         at, num = 0 if is_open else _past(self.begin, token_ids, 0), 0
         while at is not None:
             stop = _past(self.end, token_ids, at)
-            num += (len(token_ids) if stop is None else stop - len(self.end)) - at
+            last = self._num_within(token_ids, length) if stop is None else stop - len(self.end)
+            num += max(last - at, 0)
             is_more = stop is not None and self.syntax.in_channels
             at = _past(self.begin, token_ids, stop or 0) if is_more else None
         return num
+
+    def _num_within(self, token_ids: Sequence[int], length: int | None) -> int:
+        """How many tokens write the first `length` characters; None: all."""
+        if length is None:
+            return len(token_ids)
+        return bisect_left(
+            range(len(token_ids)), length, key=lambda num: len(self.decode(token_ids[:num]))
+        )
 
 
 def _past(mark: tuple[int, ...], token_ids: Sequence[int], start: int) -> int | None:

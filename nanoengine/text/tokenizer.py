@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import tokenizers
 
@@ -115,6 +115,13 @@ class Tokenizer:
     def _id_of(self, name: str) -> int | None:
         text = self._special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raises InvalidPromptError: unlike transformers' tokenizers, it is not called."""
+        raise InvalidPromptError(
+            "a tokenizer is not called itself; encode(text) gives the list that transformers has "
+            "in tokenizer(text).input_ids"
+        )
 
     @ends_at_the_user
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

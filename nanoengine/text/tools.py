@@ -25,6 +25,8 @@ NO_ARGUMENTS: Mapping[str, Any] = {
     "properties": {},
     "additionalProperties": False,
 }
+# What may give an object properties that "properties" does not name.
+ELSEWHERE = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties"}
 # Between the parts of JSON; without a limit, a model can write spaces without end.
 WHITESPACE = r"[ \n\t]{0,16}"
 GUIDANCE = {"whitespace_pattern": WHITESPACE, "lenient": False}
@@ -250,7 +252,16 @@ def _lines_of_text(use: ToolUse) -> Iterator[str]:
 
 
 def _arguments(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps(_guided({'type': 'object', **schema}))}"
+    return f"%json {json.dumps(_guided({'type': 'object'} | _closed(schema)))}"
+
+
+def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments, which has those that it names and no others, unless it says
+    so: a function fails on an argument that it does not have. Open stays one that has its
+    properties from elsewhere.
+    """
+    is_whole = "properties" in schema and not ELSEWHERE & schema.keys()
+    return ({"additionalProperties": False} if is_whole else {}) | dict(schema)
 
 
 def _guided(schema: object) -> dict[str, Any]:

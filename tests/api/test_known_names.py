@@ -18,8 +18,10 @@ from nanoengine import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from nanoengine.config.engine import NAMES, EngineConfig, Settings, make_config
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, InvalidParamsError, InvalidPromptError, near_name
+from nanoengine.serving.options import ServerOptions
 from nanoengine.text.known_names import (
     CHANGED,
+    FLAG,
     KNOWN,
     MISSING,
     PARAMETER,
@@ -33,7 +35,8 @@ from nanoengine.text.known_names import (
 
 SETTINGS = {field.name for field in fields(EngineConfig)}
 PARAMS = {field.name for field in fields(SamplingParams)}
-FIELDS = {SETTING: SETTINGS, PARAMETER: PARAMS}
+FLAGS = SETTINGS | {field.name for field in fields(ServerOptions)}
+FIELDS = {SETTING: SETTINGS, PARAMETER: PARAMS, FLAG: FLAGS}
 ENGINES = {
     *("vLLM", "FastDeploy", "LMDeploy", "nano-vllm", "SGLang", "transformers", "llama.cpp"),
     *("Ollama", "OpenAI"),
@@ -41,6 +44,7 @@ ENGINES = {
 # Names that look like one of ours and are another thing; their rows say so.
 LOOK_ALIKES = {
     *("num_cpu_blocks", "devices", "dbo_prefill_token_threshold", "prompt_logprob_start", "top_h"),
+    *("long_prefill_token_threshold_adaptive", "allowed_origins"),
 }
 TYPOS = {
     "max_modell_len": "max_model_len",
@@ -178,6 +182,8 @@ def test_parameters_stay_a_plain_dataclass() -> None:
         ("generate", "tools", r"'tools' of generate\(\); tools are arguments of chat\("),
         ("chat", "stream_options", r"llm.stream_chat\("),
         ("stream", "stream", r"llm.stream\("),
+        ("generate", "tokenization_kwargs", "a prompt is encoded whole, and never cut"),
+        ("generate", "prompt_text", r'give both in the prompt: {"prompt_token_ids"'),
         ("stream_chat", "max_model_len", r"LLM\(model, max_model_len"),
     ],
 )
@@ -247,6 +253,7 @@ def test_arguments_of_other_engines_become_settings() -> None:
         "kv_cache_dtype": "auto",
         "hf_token": None,
         "trust_remote_code": False,
+        "enable_log_requests": False,
     }
     wanted = {"model": "m", "max_model_len": 64, "tensor_parallel_size": 1}
     assert translated(given, NAMES) == translated(argparse.Namespace(**given), NAMES) == wanted

@@ -262,6 +262,31 @@ def test_calls_of_strict_tools_fit_their_schemas(llm: LLM, text: str, rest: str)
     assert len(output.outputs[0].token_ids) > 1
 
 
+@pytest.mark.parametrize(
+    ("more", "takes"),
+    [
+        ({}, False),
+        ({"additionalProperties": False}, False),
+        ({"additionalProperties": True}, True),
+        ({"additionalProperties": {"type": "integer"}}, True),
+        ({"allOf": [{"properties": {"more": {"type": "integer"}}}]}, True),
+    ],
+)
+def test_a_call_has_no_arguments_beyond_its_schema(
+    llm: LLM, more: dict[str, Any], takes: bool
+) -> None:
+    """Unless the schema lets it. A call that must come, and one of a strict tool."""
+    schema = {key: v for key, v in WEATHER.items() if key != "additionalProperties"} | more
+    function = TOOLS[0]["function"] | {"parameters": schema, "strict": True}
+    text = WRITTEN.replace("}}", ', "more": 1}}')
+    token_ids = tuple(llm.tokenizer.encode(text, add_special_tokens=False))
+    for choice in ("auto", "required"):
+        rules = llm.chat_rules([{"type": "function", "function": function}], choice)
+        form = replace(rules.params(SamplingParams()).form, after_thinking=False)
+        masks = llm.llm_engine.inputs.grammars.state_of(form).masks(token_ids)
+        assert (len(masks) - 1 == len(text)) == takes
+
+
 def test_a_strict_tool_may_have_formats_of_its_own(llm: LLM) -> None:
     function = TOOLS[0]["function"]
     city = {"city": {"type": "string", "format": "city-name"}}

@@ -28,7 +28,15 @@ from nanoengine.serving.openai_keys import (
     Refused,
 )
 from nanoengine.serving.openai_requests import MAX_BIASES, MAX_WORD, TEMPLATE_VARIABLES
-from nanoengine.text.known_names import ARGUMENT, PARAMETER, ROWS, SETTING, WORKS, KnownName
+from nanoengine.text.known_names import (
+    ARGUMENT,
+    FLAG,
+    PARAMETER,
+    ROWS,
+    SETTING,
+    WORKS,
+    KnownName,
+)
 
 KNOWN = {field.name: field for field in fields(EngineConfig)}
 DOCS = Path(__file__).parents[2] / "docs"
@@ -165,6 +173,7 @@ def parameters_page() -> str:
         ("Settings of an engine: `LLM(...)`", SETTING),
         ("Parameters of a request: `SamplingParams(...)`", PARAMETER),
         ("Arguments of `generate()` and `chat()`", ARGUMENT),
+        ("Flags of `vllm serve` that are no settings", FLAG),
     ):
         lines = [f"## {title}", "", "| name | of | here |", "|---|---|---|", *_rows(scope)]
         parts.append("\n".join(lines) + "\n")

@@ -114,6 +114,12 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         ({"top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20, got 21"),
         ({"include": "all"}, "include must be a list of names, got 'all'"),
         ({"max_tokens": 5}, "unknown key 'max_tokens'"),
+        (
+            {"previous_response_id": "r"},
+            "answers are not kept; send the whole conversation as input",
+        ),
+        ({"truncation": "auto"}, "not cut or made shorter; send a shorter input"),
+        ({"background": True}, "answers are not kept; take a stream, or a connection that waits"),
         ({"prompt": {"id": "a"}}, "prompt={'id': 'a'} is not supported: answers are not kept"),
         ({"messages": []}, "unknown key 'messages'; /v1/chat/completions has it"),
         ({"instruction": "a"}, "unknown key 'instruction'; did you mean 'instructions'?"),

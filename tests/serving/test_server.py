@@ -145,6 +145,7 @@ def test_what_is_here(server: LiveServer, tiny: Callable[[str], Path]) -> None:
     assert (model["id"], model["root"], model["object"]) == ("tiny", str(tiny("llama")), "model")
     assert model["max_model_len"] == 512
     assert server.get("/v1/models/tiny") == (200, model)
+    assert server.get("/v1/models/") == (200, models)
     assert server.get("/health") == server.get("/ping") == (200, None)
     assert server.get("/version") == (200, {"version": nanoengine.__version__})
 

@@ -673,6 +673,11 @@ def test_tool_calls_may_stand_without_content(tmp_path: Path) -> None:
     assert ours.apply_chat_template([call, CHAT[0]]) == "False True "
 
 
+def test_a_tokenizer_that_is_called_says_what_to_write(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidPromptError, match=r"encode\(text\) gives the list"):
+        tokenizer("Hi", add_special_tokens=False)
+
+
 def test_arguments_of_calls_are_objects(tmp_path: Path) -> None:
     """As vLLM gives them to templates; OpenAI's messages hold their text."""
     each = "{{ c.function.arguments | tojson }} "

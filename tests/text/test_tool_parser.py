@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.outputs import ChatMessage
+from nanoengine.outputs import ChatMessage, CompletionOutput, RequestOutput
 from nanoengine.text.answer_parser import AnswerParser, ChatParsers, message_of
 from nanoengine.text.answer_pieces import Kind, Piece, merged
 from nanoengine.text.reasoning import BY_NAME as REASONING
@@ -318,8 +318,34 @@ def test_tokens_of_thoughts(
     name: str, prompt: str, text: str, token_ids: list[int], expected: int
 ) -> None:
     """Thoughts begin by 1 and 2, and end by 3."""
-    counter = ThoughtTokens(REASONING[name], (1, 2), (3,))
+    counter = ThoughtTokens(REASONING[name], (1, 2), (3,), lambda ids: "")
     assert counter.count(prompt, text, token_ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (["hm", " hm\n", HERMES[:9], HERMES[9:], "</s>"], 2),
+        (["hm", " hm", "</think>", HERMES], 2),
+        (["hm ", "<tool_call>", " hm", " <tool"], 4),  # no call
+        ([HERMES], 0),
+    ],
+)
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_call_is_none_of_the_thoughts_that_never_end(
+    parts: list[str], expected: int, begins: bool
+) -> None:
+    """begins: the answer begins its thoughts, not the prompt. A token is a part of the text."""
+    prompt, tokens = ("<think>", parts) if not begins else ("a", ["<think>", *parts])
+    syntax, words = REASONING["qwen3"], ["", "<think>", "</think>", *parts]
+    counter = ThoughtTokens(
+        syntax, (1,), (2,), lambda ids: "".join(words[token_id] for token_id in ids)
+    )
+    parsers = ChatParsers(BY_NAME["hermes"], syntax, True, thoughts=counter)
+    ids = [words.index(token) for token in tokens]
+    made = CompletionOutput(0, "".join(tokens).removesuffix("</s>"), ids, "stop")
+    use = read_tools([{"type": "function", "function": {"name": name}} for name in SCHEMAS])
+    assert parsers.num_thoughts(RequestOutput(0, prompt, [5], [made]), use) == expected
 
 
 def test_calls_after_thoughts() -> None:
