@@ -276,7 +276,8 @@ class PackedReader(CheckpointReader):
         """The group of each input, int64 [inputs]. given: as the checkpoint lists them."""
         group = self._format.group or inputs
         groups = torch.arange(inputs) // group
-        if given is None:
+        # compressed-tensors fills a list that it does not use with -1.
+        if given is None or torch.equal(given.long(), torch.full_like(groups, -1)):
             return groups
         if not torch.equal(given.long().sort().values, groups):
             raise WeightMismatchError(

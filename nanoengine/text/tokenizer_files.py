@@ -18,6 +18,7 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.text.checked_json import MAX_REASON, check_size, has_file, read_json_if_any
+from nanoengine.text.tokenizer_growth import check_normalizers, check_steps
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,9 @@ def _text_of(error: BaseException) -> str:
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
         check_size(path)
-        return tokenizers.Tokenizer.from_file(str(path))
+        text = path.read_text(encoding="utf-8")
+        check_normalizers(path, text)
+        return tokenizers.Tokenizer.from_str(text)
     except ModelLoadError:
         raise
     except BaseException as error:  # the library raises plain Exception
@@ -165,7 +168,8 @@ def _outside_tokens(
 
 def _try_out(backend: tokenizers.Tokenizer, source: Path) -> None:
     """Encode and decode a text to find a broken tokenizer now. Raises CorruptModelError for a panic
-    of the library."""
+    of the library, or for steps that a text would grow by."""
+    check_steps(source, backend)
     try:
         for skip_special_tokens in (True, False):
             backend.decode(backend.encode(PROBE).ids, skip_special_tokens)

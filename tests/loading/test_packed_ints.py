@@ -359,6 +359,24 @@ def test_a_wrapper_may_name_the_method_for_its_text_model(tiny: Tiny, tmp_path: 
     engine.close()
 
 
+@needs_compiler
+@pytest.mark.parametrize("kind", ["gptq", "compressed-tensors"])
+def test_a_list_of_groups_may_be_unset(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    """All -1, as compressed-tensors writes it without an order of the inputs."""
+    config = {"gptq": GPTQ, "compressed-tensors": KINDS["compressed-tensors"]}[kind]
+    ours, theirs = both_kinds(tiny, "llama", config, tmp_path)
+    stored, plain = (load_file(each / "model.safetensors") for each in (ours, theirs))
+    end = {"gptq": "g_idx", "compressed-tensors": "weight_g_idx"}[kind]
+    for name in plain.keys() - stored.keys():
+        unset = torch.full(plain[name].shape[1:], -1, dtype=torch.int32)
+        stored[name.removesuffix("weight") + end] = unset
+    save_file(stored, ours / "model.safetensors", {"format": "pt"})
+    driver = Driver(small_engine(ours))
+    outputs = driver.run([[7 * i % 256 for i in range(20)]])
+    driver.engine.close()
+    assert_logits_are_transformers(driver, theirs, outputs)
+
+
 @pytest.mark.parametrize(
     ("end", "change", "error", "match"),
     [
@@ -367,6 +385,7 @@ def test_a_wrapper_may_name_the_method_for_its_text_model(tiny: Tiny, tmp_path: 
         ("qzeros", lambda t: t[:, 1:], WeightMismatchError, "has no scales and zeros"),
         ("g_idx", lambda t: t * 0, WeightMismatchError, "the groups of inputs are not 2 of 32"),
         ("g_idx", lambda t: t + 7, WeightMismatchError, "the groups of inputs are not 2 of 32"),
+        ("g_idx", lambda t: t[1:] * 0 - 1, WeightMismatchError, "the groups of inputs are not 2"),
         ("qweight", lambda t: t.float(), UnsupportedModelError, "packed integers must be I32"),
         ("qweight", lambda t: t[1:], WeightMismatchError, r"q_proj.weight is \[64, 56\], not"),
         ("qweight", lambda t: t[None], WeightMismatchError, r"q_proj.weight is \[1, 8, 64\], not"),
