@@ -155,7 +155,8 @@ class ExpertsConfig:
     those whose group_best best experts have the largest sum.
     shared_size: of the expert that all tokens go to (0: none). has_bias: of all products here.
     has_choice_bias: scores have a bias for the choice alone. least_sum: is added to the sum that
-    scores are divided by, so that it is never 0.
+    scores are divided by, so that it is never 0. exact_router: its weight is in float32, whatever
+    the dtype of the model.
     """
 
     count: int
@@ -172,6 +173,7 @@ class ExpertsConfig:
     has_bias: bool = False
     has_choice_bias: bool = False
     least_sum: float = LEAST_SUM
+    exact_router: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,14 @@ def _relu2(x: Tensor) -> None:
     x.copy_(relu2(x))
 
 
+def addends(weight: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Tensors of a dtype whose sum is the weight: of bfloat16 three are all bits of a float32."""
+    found, rest = [weight.to(dtype)], weight
+    while len(found) < 3 and (rest := rest - found[-1].to(weight.dtype)).any():
+        found.append(rest.to(dtype))
+    return found
+
+
 def _half_of(kernel: Callable[[Tensor, Tensor], None], gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     kernel(gate_up, out)
@@ -214,7 +222,17 @@ class PackedOps(CpuOps):
         return packed.gather_rows, PackedHead(packed)
 
     def router(self, weights: RouterWeights) -> Product:
-        return self._products.pack(weights.weight, weights.bias).in_float
+        """A weight in float32 is multiplied as the sum of numbers in the dtype of activations."""
+        parts, biases = addends(weights.weight, self._products.dtype), [weights.bias, None, None]
+        products = [self._products.pack(*each) for each in zip(parts, biases, strict=False)]
+
+        def logits(x: Tensor) -> Tensor:
+            made = products[0].in_float(x)
+            for product in products[1:]:
+                self._kernels.add(made, product.in_float(x))
+            return made
+
+        return logits if len(products) > 1 else products[0].in_float
 
     def route(
         self,

@@ -62,6 +62,7 @@ def read_experts(
         renormalises=content.flag("norm_topk_prob") if renormalises is None else renormalises,
         dense_layers=dense,
         has_bias=names.has_bias,
+        exact_router=names.exact_router,
         scoring=names.scoring,
         scaling=content.real("routed_scaling_factor", 1.0) if is_scaled else 1.0,
         shared_size=shared,

@@ -28,14 +28,13 @@ from nanoengine.loading.mtp_names import check_has_mtp, mtp_parts, with_mtp
 from nanoengine.loading.packed_ints import PackedReader, packed_format
 from nanoengine.loading.short_convs import short_conv_parts
 from nanoengine.loading.wrappers import about_others, text_config
-from nanoengine.models.architecture import CHOICE_BIAS
 from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.make_codes import ENDS, becomes_codes, make_codes
 from nanoengine.models.mtp import OwnHead
 from nanoengine.models.shard import WHOLE, Shard, Sharding
 from nanoengine.models.stored_codes import NEVER_CODES, CodedWeight, Weight
-from nanoengine.models.weight_shapes import weight_shapes
+from nanoengine.models.weight_shapes import in_float, weight_shapes
 from nanoengine.text.checked_json import read_json
 
 DUMMY_ROWS = 256  # that are drawn with one seed
@@ -91,7 +90,7 @@ def load_model(
         shard.check(config)
     shapes, part = weight_shapes(config), shard.config(config)
     num_bytes = sum(map(math.prod, shard.shapes(shapes, config).values())) * dtype.itemsize
-    made = _FinalWeights(device, dtype, quantization == "int8")
+    made = _FinalWeights(device, dtype, quantization == "int8", in_float(config))
     keeps_codes = ops.takes_codes and quantization in (None, "gguf")
     if load_format == "dummy":
         dummy = DummyWeights(config, shard, device, dtype, seed)
@@ -131,8 +130,16 @@ def load_model(
 class _FinalWeights:
     """Gives weights the form in which they are held, and counts them."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, makes_codes: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        makes_codes: bool,
+        in_float: tuple[str, ...],
+    ) -> None:
+        """in_float: ends of the names of those in float32."""
         self._device, self._dtype, self._makes_codes = device, dtype, makes_codes
+        self._in_float = in_float
         self.num_bytes = 0
         self.codes = Counter[str]()
 
@@ -152,7 +159,7 @@ class _FinalWeights:
             rows = make_codes(stored.to(self._device))
             if rows is not None:
                 return CodedWeight((rows,), self._dtype)
-        dtype = torch.float32 if name.endswith(CHOICE_BIAS) else self._dtype
+        dtype = torch.float32 if name.endswith(self._in_float) else self._dtype
         # A vector that stays as it is would keep all of its file mapped, see CheckpointReader.
         return stored.to(self._device, dtype, copy=stored.nbytes <= COPIED_BYTES)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from nanoengine.config.model import LEAST_SUM
 
+ROUTER = "mlp.gate.weight"  # the end of its name, whatever it has in the checkpoint
 CHOICE_BIAS = "e_score_correction_bias"  # of a router; stays in float32
 # Of the head for multi-token prediction: the norms of the embedding, of what the model gave and
 # before the output head; and the product that joins the first two.
@@ -31,16 +32,16 @@ class ExpertNames:
 
     inner_size: the key of an expert's intermediate size. renormalises: ExpertsConfig's; None: the
     key `norm_topk_prob` says it. block, router, parts: where a checkpoint has the experts, and its
-    names of the router, and of gate, up and down. has_bias: ExpertsConfig's. is_turned: a tensor
-    for all experts is [experts, inputs, outputs], and gate and up take turns. scoring: as in
-    ExpertsConfig; has_choice_bias: whether scores may have a bias for the choice alone. least_sum:
-    ExpertsConfig's. group_best: ExpertsConfig's; 0: there are no groups. group_method: with which
-    `topk_method` there are; "": with any. shared: the name of the expert that all tokens go to; "":
-    none. num_shared: the key of how many experts it is as wide as; shared_size: the key of its
-    size, where there is one. has_shared_gate: whether it has a gate. top_k: the key of experts a
-    token. switch: the key that says whether there are any; "": there are. beside: if the experts'
-    sum is added to what a feed-forward gives, the norms after this, before the experts and after
-    them; then the router has a norm and scales of its own.
+    names of the router, and of gate, up and down. has_bias, exact_router: ExpertsConfig's.
+    is_turned: a tensor for all experts is [experts, inputs, outputs], and gate and up take turns.
+    scoring: as in ExpertsConfig; has_choice_bias: whether scores may have a bias for the choice
+    alone. least_sum: ExpertsConfig's. group_best: ExpertsConfig's; 0: there are no groups.
+    group_method: with which `topk_method` there are; "": with any. shared: the name of the expert
+    that all tokens go to; "": none. num_shared: the key of how many experts it is as wide as;
+    shared_size: the key of its size, where there is one. has_shared_gate: whether it has a gate.
+    top_k: the key of experts a token. switch: the key that says whether there are any; "": there
+    are. beside: if the experts' sum is added to what a feed-forward gives, the norms after this,
+    before the experts and after them; then the router has a norm and scales of its own.
     """
 
     inner_size: str = "moe_intermediate_size"
@@ -49,6 +50,7 @@ class ExpertNames:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "gate"
     has_bias: bool = False
+    exact_router: bool = False
     is_turned: bool = False
     scoring: str = "softmax"
     has_choice_bias: bool = False

@@ -84,6 +84,7 @@ ARCHITECTURES = {
         **ERNIE,
         experts=ExpertNames(
             renormalises=True,
+            exact_router=True,
             has_choice_bias=True,
             shared="shared_experts",
             num_shared="moe_num_shared_experts",
@@ -261,6 +262,7 @@ ARCHITECTURES = {
         experts=ExpertNames(
             inner_size="intermediate_size",
             renormalises=True,
+            exact_router=True,
             router="gate.wg",
             shared="shared_mlp",
             num_shared="num_shared_expert",

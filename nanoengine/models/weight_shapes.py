@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 
 from nanoengine.config.model import ExpertsConfig, LatentConfig, ModelConfig, RecurrentConfig
-from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
+from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ROUTER, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
 
 
@@ -205,3 +205,9 @@ def has_qkv_bias(config: ModelConfig) -> bool:
 def has_out_bias(config: ModelConfig) -> bool:
     """Whether the output of attention has a bias."""
     return config.attention_bias and ARCHITECTURES[config.architecture].out_bias
+
+
+def in_float(config: ModelConfig) -> tuple[str, ...]:
+    """Ends of the names of weights that are in float32, whatever the dtype of the others."""
+    is_exact = config.experts is not None and config.experts.exact_router
+    return (CHOICE_BIAS, ROUTER) if is_exact else (CHOICE_BIAS,)

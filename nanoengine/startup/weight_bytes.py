@@ -11,7 +11,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.models.make_codes import EMBEDDINGS, FORMAT, becomes_codes
 from nanoengine.models.shard import EMBEDDINGS_OF_LAYERS, WHOLE, Shard
 from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, NEVER_CODES, ROUTERS
-from nanoengine.models.weight_shapes import weight_shapes
+from nanoengine.models.weight_shapes import in_float, weight_shapes
 
 # Of "layers" and of "ends", the embedding and the head: weights by their format in a GGUF.
 CodeCounts = Mapping[str, Mapping[str, int]]
@@ -31,8 +31,12 @@ class WeightForm:
     codes: Mapping[str, float]
     packs: bool
 
-    def bytes_of(self, name: str, shape: tuple[int, ...], never: tuple[str, ...]) -> float:
-        """Of one tensor. never: ends of names that are not codes."""
+    def bytes_of(
+        self, name: str, shape: tuple[int, ...], never: tuple[str, ...], wide: tuple[str, ...]
+    ) -> float:
+        """Of one tensor. never: ends of names that are not codes; wide: that are float32."""
+        if name.endswith(wide):
+            return math.prod(shape) * 4
         place = "layers" if ".layers." in name else "ends"
         is_matrix = len(shape) == 2 and not name.endswith(ROUTERS)
         is_coded = is_matrix and not name.endswith(never)
@@ -59,9 +63,9 @@ class WeightBytes:
 
 def weight_bytes(model: ModelConfig, shard: Shard, form: WeightForm) -> WeightBytes:
     """Of this part of the model."""
-    never = (*NEVER_CODES, *model.not_codes)
+    never, wide = (*NEVER_CODES, *model.not_codes), in_float(model)
     shapes = shard.shapes(weight_shapes(model), model)
-    found = {name: form.bytes_of(name, shape, never) for name, shape in shapes.items()}
+    found = {name: form.bytes_of(name, shape, never, wide) for name, shape in shapes.items()}
     head = 0.0  # that has the embeddings' numbers
     if model.tie_word_embeddings:
         head = found[EMBEDDINGS] * len(shard.part(model.vocab_size)) / model.vocab_size

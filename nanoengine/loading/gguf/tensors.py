@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -275,10 +275,12 @@ class _Layer:
         if self.part in _EXPERT_PARTS and len(stored.shape) == (2 if self.kind == "bias" else 3):
             parts = [names.parts[place] for place in _EXPERT_PARTS[self.part]]
             return _by_expert(f"{block}experts.", parts, str(self.kind), stored)
-        name = None
         if self.part == _ROUTER:
-            name = f"{block}gate.{self.kind}"
-        elif self.part in _SHARED_PARTS and names.shared:
+            dtype = "F32" if names.exact_router else "BF16"
+            made = _of_name(self.metadata, self.config, stored, f"{block}gate.{self.kind}")
+            return [replace(each, dtype=dtype) for each in made]
+        name = None
+        if self.part in _SHARED_PARTS and names.shared:
             name = f"{beside}{names.shared}.{_SHARED_PARTS[self.part]}_proj.{self.kind}"
         elif self.part == _SHARED_GATE and names.has_shared_gate:
             gate = (1, math.prod(_shape(stored)))
