@@ -31,6 +31,7 @@ from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.startup import probe
 
 speed_up()
+torch.set_num_threads(2)  # whatever the machine has: sums of the same bits everywhere
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests interrupt themselves
 pytest.register_assert_rewrite("driver")  # its assertions show both sides, too

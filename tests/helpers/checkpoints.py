@@ -18,8 +18,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-torch.set_num_threads(2)
-
 
 @functools.cache
 def reference(path: Path) -> PreTrainedModel:

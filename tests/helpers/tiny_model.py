@@ -21,7 +21,6 @@ from transformers import (
 )
 from transformers.utils import logging
 
-torch.set_num_threads(2)
 # They would be on stderr in the test that is the first to ask for a checkpoint.
 logging.disable_progress_bar()
 

@@ -503,6 +503,15 @@ def test_files_in_folders_and_without_docstring_are_reported(tmp_path: Path) -> 
     ]
 
 
+def test_no_helper_of_tests_sets_threads_when_it_is_imported() -> None:
+    """The first test that imports it would run on other threads than those before it."""
+    for path in sorted((ROOT / "tests" / "helpers").glob("*.py")):
+        for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+            assert "set_num_threads" not in ast.unparse(statement) or isinstance(
+                statement, ast.FunctionDef | ast.ClassDef
+            ), path.name
+
+
 def test_readme_tree_takes_the_first_word_of_each_line() -> None:
     tree = "nanoengine/\n├── ray.py   imports api/\n└── kv/  x.c\n"
     readme = f"a\n\n```tree\n{tree}```\n\n```\nb.py\n```\n"
