@@ -237,7 +237,7 @@ class Sequence:
     computes the next ones. At the first admission `num_cached` of them were found in the prefix
     cache, `num_cached_on_host` of these on the host only. prompt_owner: the sequence whose prompt
     this one shares: completion 0 of its request, or the beam that it was forked from. guesser,
-    draft_length: for speculation; mtp_length: as the latter, for guesses by the model's own head.
+    draft_length: for speculation; mtp_length: as the latter, for guesses by the MTP head.
     next_guesses: what follows the newest token, by that head or drafted while other sequences were
     in a step (None: nobody was asked).
     history: for penalties; grammar: of the form that the output must have, until it ends.
@@ -392,7 +392,7 @@ class ScheduledSequence:
     """`num_tokens` tokens of `seq`, from its first uncomputed one on; `num_ahead` further on where
     the step before this one is still computing so many. The last ones may be `guesses`, to be
     checked, and `num_drafts` of them that the step itself is to make. has_drafted: guesses are
-    drafts, by this step or by the model's own head after the one before.
+    drafts, by this step or by the MTP head after the one before.
 
     start: position of the first of them. samples: this step computes the newest token, so the next
     one can be sampled. Both as of now: they hold when the sequence has gone on or ended.
@@ -424,7 +424,7 @@ class ScheduledSequence:
 
     def accepted(self, sampled: list[int]) -> list[int]:
         """The sampled tokens up to and including the one in place of the first wrong guess. As each
-        token is drawn by (seed, position), they are what one token a step would give.
+        token is sampled by (seed, position), they are what one token a step would give.
         """
         right = 0
         while right < len(self.guesses) and sampled[right] == self.guesses[right]:

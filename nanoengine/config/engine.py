@@ -140,7 +140,7 @@ class EngineConfig:
     "off": one token a step. "ngram:K": up to K tokens per step and request, by prompt lookup.
     "resident:K": up to K for requests whose KV is streamed, or has half the bytes of the weights,
     by decode steps over a part of the KV on the device; fewer where they do not pay. "mtp:K": up to
-    K by the model's own head for multi-token prediction, if it has one; fewer where they do not
+    K by the MTP head (multi-token prediction), if it has one; fewer where they do not
     pay. "ngram:K+resident:K", "ngram:K+mtp:K": lookup first. "auto": lookup and drafts over the KV
     on the device with K = 8. None: "resident:8" if KV is
     streamed and the plan says "the same bits in any batch", as on a CPU in bfloat16; all requests
@@ -228,7 +228,7 @@ class EngineConfig:
 
     @property
     def num_mtp(self) -> int:
-        """Most tokens guessed by the model's own head per step and request; 0: none."""
+        """Most tokens guessed by the MTP head per step and request; 0: none."""
         return self._guessers.get("mtp", 0)
 
     @property

@@ -1,5 +1,4 @@
-"""MtpDrafter: guesses by the model's own head for multi-token prediction, its MTP head
-(models/mtp.py).
+"""MtpDrafter: guesses by the MTP head (multi-token prediction, models/mtp.py).
 
 The head runs over the rows of each step once their tokens are sampled. It stores its keys and
 values, and guesses the token after each one sampled. Further guesses are decode steps of the head

@@ -29,7 +29,7 @@ def with_mtp(model: ModelConfig) -> ModelConfig:
     if not ARCHITECTURES[model.architecture].mtp:
         having = sorted(name for name, each in ARCHITECTURES.items() if each.mtp)
         raise ConfigError(
-            f'speculative="mtp:K" guesses by a model\'s own head, and {model.architecture} has '
+            f'speculative="mtp:K" guesses by an MTP head, and {model.architecture} has '
             f"none ({', '.join(having)} have one); {INSTEAD}"
         )
     return replace(model, has_mtp=True)
@@ -58,6 +58,6 @@ def check_has_mtp(model: ModelConfig, reader: CheckpointReader) -> None:
     if model.has_mtp and join not in reader.names():
         of_qwen = ARCHITECTURES[model.architecture].mtp == "mtp"
         raise WeightMismatchError(
-            f'speculative="mtp:K" guesses by the model\'s own head, and {reader.folder} came '
+            f'speculative="mtp:K" guesses by the MTP head, and {reader.folder} came '
             f"without it: it has no tensor {'mtp.fc.weight' if of_qwen else join}; {INSTEAD}"
         )

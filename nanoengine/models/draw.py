@@ -38,7 +38,7 @@ class Draws:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], keys: Sequence[int], tensor: MakeTensor) -> Self:
-        """Those of such rows. keys: of each, 64 bits; rows with the same one have the same luck."""
+        """Those of such rows. keys: of each, 64 bits; equal ones give equal random numbers."""
         rules = (
             [p.temperature for p in params],
             [max(p.top_k, 0) for p in params],

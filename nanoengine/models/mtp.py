@@ -1,4 +1,4 @@
-"""MtpHead: a model's own head for multi-token prediction (DeepSeek-V3, arXiv 2412.19437).
+"""MtpHead: the MTP head, for multi-token prediction (DeepSeek-V3, arXiv 2412.19437).
 
 Of a position it takes the token after it and what the model's output head sees there, and guesses
 the token after that one. It has one decoder layer, with KV of its own; embedding and output head

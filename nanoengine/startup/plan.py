@@ -213,7 +213,7 @@ def describe_guesses(config: EngineConfig, spec: KVSpec) -> str:
             f"up to {config.num_drafts} drafts, where they pay, of requests {' or '.join(who)}"
         )
     if config.num_mtp:
-        kinds.append(f"up to {config.num_mtp} by the model's own head (MTP), where they pay")
+        kinds.append(f"up to {config.num_mtp} by the MTP head, where they pay")
     off = "" if config.asks_for_guesses or not kinds else ' (speculative="off" for none)'
     return "; ".join(kinds) + off
 

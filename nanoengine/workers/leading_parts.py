@@ -77,7 +77,7 @@ class LeadingDecoder:
 
 
 class LeadingHead:
-    """Runs the model's own head on all ranks."""
+    """Runs the MTP head on all ranks."""
 
     num_runs = 0
 

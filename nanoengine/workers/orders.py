@@ -35,7 +35,7 @@ class Order(IntEnum):
     COPY_STATE = FIRST_KIND + 12
     FREE = FIRST_KIND + 13  # before MEMORY; replied to with free and total bytes of the device
     PROFILE = FIRST_KIND + 14  # before MEMORY: the tokens of each sequence of a step to measure
-    HEAD = FIRST_KIND + 15  # number of rows of the step, over which the model's own head runs
+    HEAD = FIRST_KIND + 15  # number of rows of the step, over which the MTP head runs
     HEAD_DRAFT = FIRST_KIND + 16  # a draft of the head; what is given to its rows follows
     HEAD_LOGITS = FIRST_KIND + 17  # as LOGITS, of the head
 

@@ -1,4 +1,4 @@
-"""Guesses by a model's own head (MTP): they are what the head says, and change the number of steps
+"""Guesses by an MTP head: they are what the head says, and change the number of steps
 and nothing else.
 """
 
@@ -255,7 +255,7 @@ def test_nor_in_other_numbers(heads: Any, name: str, settings: dict[str, Any]) -
 def test_a_head_that_knows_is_always_right(
     tiny: Callable[[str], Path], tmp_path: Path, is_right: bool, most: int, layout: dict[str, Any]
 ) -> None:
-    """One that does not is always wrong, but where it draws with the same luck from other
+    """One that does not is always wrong, but where it draws with the same random numbers from other
     probabilities, it is mostly wrong.
     """
     path = knowing_head(tiny("qwen3.5"), tmp_path / "model", is_right)
@@ -415,7 +415,7 @@ def test_guesses_are_made_where_they_pay(tiny: Callable[[str], Path], tmp_path: 
     engine = small_engine(path, speculative="mtp:4")
     (output,) = Driver(engine).run(PROMPTS[:1], replace(PARAMS[0], max_tokens=120))
     assert 2 < output.metrics.num_accepted == output.metrics.num_guessed
-    assert "up to 4 by the model's own head (MTP), where they pay" in engine.plan.guesses
+    assert "up to 4 by the MTP head, where they pay" in engine.plan.guesses
     engine.close()
 
 

@@ -275,7 +275,7 @@ def test_guesses_take_nobody_s_blocks(tiny: Callable[[str], Path]) -> None:
 def test_where_fewer_are_granted_the_last_ones_go(
     most: int, kept: tuple[tuple[int, ...], int, bool]
 ) -> None:
-    """Of a guess by the model's own head and three drafts after it."""
+    """Of a guess by the MTP head and three drafts after it."""
     assert Guesses((7,), 3, has_drafted=True).first(most) == Guesses(*kept)
 
 

@@ -380,7 +380,7 @@ class ShadowEngine:
         fail_draft_at: tuple[int, int] | None = None,
     ) -> tuple[ScheduledBatch, list[int], list[int]]:
         """What ModelRunner does, with hashes for keys: the batch with its drafts, what it samples,
-        and what the model's own head guesses after that.
+        and what the MTP head guesses after that.
         """
         self._misread = set()
         step = self.kv.open_step(batch)

@@ -34,7 +34,7 @@ class Adversary:
     def __init__(
         self, seed: int, most: int, own_head: bool = False, looks_up: bool = False
     ) -> None:
-        """most: drafts of a sequence and step. own_head: they are those of the model's own head.
+        """most: drafts of a sequence and step. own_head: they are those of the MTP head.
         looks_up: whether there are guesses by lookup, too.
         """
         self.most, self.own_head, self.looks_up = most, own_head, looks_up

@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 class SecondRank:
     """Gives orders (leading_parts.Leader): the other rank carries them out at once, in this thread.
 
-    run: what that rank does next, as its decoder or as the model's own head.
+    run: what that rank does next, as its decoder or as the MTP head.
     """
 
     group = cast(Group, SimpleNamespace(broadcast=lambda x: x))  # nobody looks at what is given

@@ -1,4 +1,4 @@
-"""A model's own head on ranks says what it says in one process, and no bit of an answer moves."""
+"""An MTP head on ranks says what it says in one process, and no bit of an answer moves."""
 
 from __future__ import annotations
 
