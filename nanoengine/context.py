@@ -123,7 +123,7 @@ class RecurrentState:
     is in the step begins with zeros, whatever its slot holds.
 
     inputs  [slots, conv_size - 1, channels]: what the convolution saw last, the oldest first
-    memory  float32 [slots, value_heads, key_dim, value_dim]
+    memory  float32 [slots, value_heads, key_dim, value_dim]; [slots, 0]: the rule has none
     slots   int64 [n]: the slot of each sequence of the step
     """
 

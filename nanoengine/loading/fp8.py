@@ -77,9 +77,10 @@ class Fp8Reader(CheckpointReader):
         """Names of all tensors of the model but scales, which have the name of a weight in theirs:
         a model may have weights whose own names end like those of scales.
         """
-        every = super().names()
-        scales = {name + suffix for name in every for suffix in SCALES}
-        return {name for name in every - scales if not name.endswith(UNUSED)}
+        stored = {name: part.stored for name, part in self._parts.items()}
+        scales = {each + suffix for each in stored.values() for suffix in SCALES}
+        left_out = {name for name, each in stored.items() if each in scales}
+        return {name for name in stored.keys() - left_out if not name.endswith(UNUSED)}
 
     def tensor(self, name: str) -> Tensor:
         """As CheckpointReader.tensor. Raises WeightMismatchError for an FP8 weight without a scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -109,9 +110,14 @@ def test_every_weight_is_what_its_codes_and_scales_say(
             assert torch.equal(numbers_of(weight), values), each
 
 
-def numbers_beside(source: Path, folder: Path, kind: str) -> tuple[Path, Path]:
+WITH_ENDS = ("_proj.weight", "embed_tokens.weight", "head.weight")
+
+
+def numbers_beside(
+    source: Path, folder: Path, kind: str, ends: tuple[str, ...] = WITH_ENDS
+) -> tuple[Path, Path]:
     """The checkpoint in FP8, also embedding and head, and the same as numbers."""
-    said = make(source, folder / "m", kind, ("_proj.weight", "embed_tokens.weight", "head.weight"))
+    said = make(source, folder / "m", kind, ends)
     shutil.copytree(source, folder / "plain")
     path = folder / "plain" / "model.safetensors"
     save_file(load_file(path) | said, path)
@@ -147,6 +153,18 @@ def test_a_models_own_head_may_be_in_it(
     torch.testing.assert_close(*said, atol=1e-4, rtol=0)
     stored = load_file(ours / "model.safetensors")
     assert any("mtp." in each or ".3." in each for each in stored if each.endswith("_scale_inv"))
+
+
+@needs_compiler
+def test_tensors_with_names_of_their_own(tiny: Tiny, tmp_path: Path) -> None:
+    """LFM2's convolutions, feed-forwards and experts."""
+    ends = ("_proj.weight", *(f"w{i}.weight" for i in (1, 2, 3)))
+    ours, plain = numbers_beside(tiny("lfm2-moe"), tmp_path, "even blocks", ends)
+    driver = Driver(small_engine(ours))
+    assert re.search(r"codes as stored: \d\d of FP8", str(driver.engine.plan))
+    outputs = driver.run([[7 * i % 256 for i in range(50)], [3, 4]])
+    driver.engine.close()
+    assert_logits_are_transformers(driver, plain, outputs)
 
 
 def test_without_kernels_of_codes_they_are_dequantised(

@@ -169,7 +169,9 @@ def test_answers_are_those_of_the_numbers(
 
 @needs_compiler
 @pytest.mark.parametrize("kind", ["awq", "compressed-tensors"])
-@pytest.mark.parametrize(("name", "num_coded"), [("qwen3.5", 6), ("qwen3-next-moe", 9)])
+@pytest.mark.parametrize(
+    ("name", "num_coded"), [("qwen3.5", 6), ("qwen3-next-moe", 9), ("lfm2-moe", 2)]
+)
 def test_recurrent_layers(tiny: Tiny, tmp_path: Path, name: str, num_coded: int, kind: str) -> None:
     """Rows of codes beside rows of numbers, and rows that lie head by head."""
     ours, theirs = both_kinds(tiny, name, KINDS[kind], tmp_path)
