@@ -72,7 +72,7 @@ def read_adjusted_size(content: CheckedJson) -> int:
     unit = content.size("block_multiple_of")
     size = int(content.real("block_ffn_dim_multiplier") * int(2 * size / 3))
     size = unit * -(-size // unit)
-    return whole(content.path, f"intermediate_size' after '{ADJUSTS}", size)
+    return whole(content.path, f"intermediate_size, adjusted by {ADJUSTS}", size)
 
 
 def short_conv_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[str, Part]]:
