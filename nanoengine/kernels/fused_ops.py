@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
@@ -40,7 +41,8 @@ from nanoengine.models.layer_ops import (
 )
 from nanoengine.models.rules import RecurrentNet
 from nanoengine.models.stored_codes import CodedWeight, Weight, joined
-from nanoengine.models.torch_ops import TorchOps, relu2
+from nanoengine.models.torch_ops import TorchOps
+from nanoengine.models.ungated import relu2
 
 
 class Recorder(Protocol):
@@ -103,7 +105,7 @@ class KernelOps(TorchOps):
 
     def gated(self, activation: str) -> Product:
         if activation == "relu2":
-            return self.relu2
+            return partial(self.activated, activation=relu2)
         kernels = {
             "silu": self._kernels.silu_mul,
             "gelu_pytorch_tanh": self._kernels.gelu_mul,
@@ -122,8 +124,12 @@ class KernelOps(TorchOps):
         return forward() if self._recorder is None else self._recorder.replay(key, forward)
 
 
-def _relu2(x: Tensor) -> None:
-    x.copy_(relu2(x))
+def _activate(x: Tensor, activation: Map) -> None:
+    activation(x)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    out.copy_(functional.layer_norm(x, x.shape[-1:], weight, None, eps))
 
 
 def addends(weight: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -153,8 +159,13 @@ class CpuOps(KernelOps):
         self._kernels.sigmoid_mul(x, gate, out)
         return out
 
-    def relu2(self, x: Tensor) -> Tensor:
-        self._kernels.tape.call(_relu2, (x,))
+    def layer_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        out = x.new_empty(x.shape)
+        self._kernels.tape.call(_layer_norm, (x, norm.weight, norm.eps, out))
+        return out
+
+    def activated(self, x: Tensor, activation: Map) -> Tensor:
+        self._kernels.tape.call(_activate, (x, activation))
         return x
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -274,7 +285,7 @@ class PackedOps(CpuOps):
     def _expert(self, expert: ExpertWeights, activation: str) -> PackedExpert:
         """Gate and up, in one weight where they can be; and down."""
         if expert.gate is None:
-            up = PackedApart(self.linear(expert.up), self.relu2, activation)
+            up = PackedApart(self.linear(expert.up), self.gated(activation), activation)
             return up, self._products.pack(expert.down)
         biases, of_down = None, None
         if expert.biases is not None:
@@ -411,6 +422,12 @@ class GpuOps(KernelOps):
         self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
         run = self._unrecorded(out, mlp, next_qkv)
+        return run if self._graphs is None else self._graphs.piece(run)
+
+    def beside_attention(
+        self, out: Product, mlp: Product, next_qkv: Product | None
+    ) -> AfterAttention:
+        run = super().beside_attention(out, mlp, next_qkv)
         return run if self._graphs is None else self._graphs.piece(run)
 
     def _unrecorded(self, out: Product, mlp: Product, next_qkv: Product | None) -> AfterAttention:

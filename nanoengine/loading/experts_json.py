@@ -52,7 +52,8 @@ def read_experts(
     renormalises, shared = names.renormalises, 0
     is_scaled = names.shared == "shared_experts" or names.scoring == "sigmoid"
     if names.shared_size:
-        shared = content.size(names.shared_size)
+        has_none = content.get(names.shared_size) == 0 and not names.has_shared_gate
+        shared = 0 if has_none else content.size(names.shared_size)
     elif names.shared and content.get(names.num_shared) != 0:
         shared = inner * content.size(names.num_shared, limit=MAX_EXPERTS)
     return ExpertsConfig(
@@ -157,7 +158,7 @@ def expert_parts(config: ModelConfig, reader: CheckpointReader) -> dict[str, Par
             found[f"{match[1]}mlp.gate.{match[2]}"] = Part(stored)
         elif match := re.fullmatch(rf"{block}(?:gate\.)?moe_statics\.{CHOICE_BIAS}", stored):
             found[f"{match[1]}mlp.gate.{CHOICE_BIAS}"] = Part(stored, 0)  # of one group
-        elif match := re.fullmatch(rf"{block}(?:expert_bias|gate\.{CHOICE_BIAS})", stored):
+        elif match := re.fullmatch(rf"{block}(?:expert_bias|(?:gate\.)?{CHOICE_BIAS})", stored):
             found[f"{match[1]}mlp.gate.{CHOICE_BIAS}"] = Part(stored)
         elif match := re.fullmatch(rf"{block}experts\.(\d+)\.(\w+)\.weight", stored):
             part = own.get(match[3], match[3])

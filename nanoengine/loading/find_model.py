@@ -139,7 +139,9 @@ def _convert_once(path: Path, keeps_codes: bool) -> Path:
         parts = [path, *filter(Path.is_file, names_beside(path))]
         key = f"{model_cache.joint_digest(parts)}-v{CONVERTER_VERSION}{kept}"
     except OSError as error:
-        raise ModelLoadError(f"{error.filename or path} cannot be read: {error.strerror}") from error
+        raise ModelLoadError(
+            f"{error.filename or path} cannot be read: {error.strerror}"
+        ) from error
 
     def convert(target: Path) -> str:
         logger.info("converting %s (once)", path, extra=LONG_WORK)

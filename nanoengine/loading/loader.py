@@ -34,6 +34,7 @@ from nanoengine.models.make_codes import ENDS, becomes_codes, make_codes
 from nanoengine.models.mtp import OwnHead
 from nanoengine.models.shard import WHOLE, Shard, Sharding
 from nanoengine.models.stored_codes import NEVER_CODES, CodedWeight, Weight
+from nanoengine.models.ungated import XIELU_SHAPES
 from nanoengine.models.weight_shapes import in_float, weight_shapes
 from nanoengine.text.checked_json import read_json
 
@@ -216,7 +217,7 @@ class DummyWeights:
     def part(self, name: str) -> Weight:
         """This rank's part of a tensor."""
         shape = self._shapes[name]
-        if name.endswith(("norm.weight", "layer_scalar")):
+        if name.endswith(("norm.weight", "layer_scalar", *XIELU_SHAPES)):
             return self._shard.take(name, self._empty(shape).fill_(1.0), self._config)
         rows = self._shard.rows(name, self._config)
         if rows is None:

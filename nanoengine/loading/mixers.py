@@ -16,6 +16,7 @@ from nanoengine.loading.checkpoint import Part
 from nanoengine.loading.layer_kinds import MAX_CONV_SIZE, MAX_STATE_DIM
 from nanoengine.models.architecture import Architecture
 from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.models.families import GRANITE_EXPERTS
 from nanoengine.text.checked_json import CheckedJson
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
@@ -113,16 +114,18 @@ def read_inner_size(content: CheckedJson, architecture: Architecture) -> int:
 
 
 def eps_key(architecture: Architecture) -> str:
-    """The key of config.json: Nemotron-H and LFM2 have names of their own."""
+    """The key of config.json: some have names of their own."""
     if architecture.short_convs:
         return "norm_eps"
+    if architecture.layer_norm:
+        return "layer_norm_eps"
     return "layer_norm_epsilon" if architecture.pattern else "rms_norm_eps"
 
 
 def mixer_parts(model: ModelConfig, names: Iterable[str]) -> dict[str, Part]:
     """Where the tensors lie, by the names in `weight_shapes`. names: of all tensors."""
     architecture = ARCHITECTURES[model.architecture]
-    if architecture.mixers:
+    if architecture.experts is GRANITE_EXPERTS:
         return dict(_granites_parts(model, names))
     if not architecture.pattern:
         return {}
@@ -151,12 +154,15 @@ def _granites_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[
     experts, place, inner = model.experts, "mlp", model.intermediate_size
     if experts is not None:
         place, inner = "mlp.shared_expert", experts.shared_size
+    blocks = r"mamba|shared_mlp|block_sparse_moe(?=\.shared_expert)"
     for name in names:
-        match = re.fullmatch(r"(model\.layers\.\d+)\.(mamba|shared_mlp)\.(.+)", name)
+        match = re.fullmatch(rf"(model\.layers\.\d+)\.({blocks})\.(.+)", name)
         if not match:
             continue
         layer, block, rest = match.groups()
-        if block == "mamba":
+        if block == "block_sparse_moe":  # of a GGUF
+            yield f"{layer}.mlp.{rest}", Part(name)
+        elif block == "mamba":
             yield f"{layer}.linear_attn.{rest}", Part(name)
         elif rest == "output_linear.weight":
             yield f"{layer}.{place}.down_proj.weight", Part(name)

@@ -131,7 +131,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         stored_dtype=str(content.get("dtype") or content.get("torch_dtype") or ""),
         latent=latent,
         has_qk_norm="use_qk_norm" not in reads or content.flag("use_qk_norm"),
-        factors=Factors(*(_factor(content, reads, name) for name in FACTORS)),
+        factors=_factors(content, reads),
     )
     return _with_good_heads(config, content.path)
 
@@ -158,6 +158,12 @@ def _query_scalar(
     if "attention_multiplier" in reads:
         return _factor(content, reads, "attention_multiplier") ** -2
     return content.real("query_pre_attn_scalar") if "query_pre_attn_scalar" in reads else None
+
+
+def _factors(content: CheckedJson, reads: Collection[str]) -> Factors:
+    """Cohere's logits are multiplied, Granite's divided."""
+    factors = Factors(*(_factor(content, reads, name) for name in FACTORS))
+    return replace(factors, logits=factors.logits / _factor(content, reads, "logit_scale"))
 
 
 def _factor(content: CheckedJson, reads: Collection[str], name: str) -> float:
@@ -322,6 +328,9 @@ def _ropes(
     if latent is not None:
         rope, max_position = read_rope(content, latent.rope_dim, False, max_model_len)
         return replace(rope, num_dims=latent.rope_dim), None, max_position
+    if "rotary_dim" in architecture.reads and content.get("rotary_dim") is not None:
+        part = content.size("rotary_dim") / head_dims[0]
+        content.values.setdefault("partial_rotary_factor", part)
     may_be_partial = "partial_rotary_factor" in architecture.reads
     rope, max_position = read_rope(
         content, head_dims[0], may_be_partial, max_model_len, architecture.scales_queries

@@ -53,7 +53,7 @@ ARCHITECTURES_REFUSED = (
         "vLLM or llama.cpp",
     ),
     Refusal(
-        r"MoE|Mixtral|Gpt-?Oss|Deepseek|Llama4|Dbrx|Grok|Arctic|MiniMax",
+        r"MoE|Mixtral|Gpt-?Oss|Deepseek|Llama4|Dbrx|Grok|Arctic",
         "a mixture of experts of a kind that is not supported yet",
         OTHER_EXPERTS,
     ),

@@ -72,6 +72,8 @@ class Architecture:
 
     models: what models of this architecture are called.
     norm_offset: RMSNorm adds this to its weight, and is in fp32 throughout; None: neither.
+    layer_norm: norms are LayerNorm without a bias instead, LayerOps.layer_norm.
+    is_parallel: attention and feed-forward see the same norm of x, and both are added to x.
     qk_norm: RMSNorm of q and k before the rotation: over each "head", or over "all heads" at once.
     norms_of_heads: the names of these two. norms_turned: they come after the rotation.
     v_norm: RMSNorm of each head of v, without a weight.
@@ -81,7 +83,7 @@ class Architecture:
     pairs_take_turns: the two numbers of a rotated pair are neighbours in a checkpoint, those that
     are rotated before the others.
     activation: of the gate; a key of torch_ops.GATED. is_gated: False: feed-forwards and experts
-    have no gate, but "relu2".
+    have no gate, but "relu2", or "xielu" (in no expert).
     mtp: how a checkpoint names the head for multi-token prediction that it may hold: "mtp", in
     names that begin so; "layer", as one more layer, as all are in a GGUF; "": it holds none.
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
@@ -114,6 +116,8 @@ class Architecture:
     models: str
     norms: NormNames = NormNames()
     norm_offset: float | None = None
+    layer_norm: bool = False
+    is_parallel: bool = False
     qk_norm: str = ""
     norms_of_heads: tuple[str, str] = ("q_norm", "k_norm")
     norms_turned: bool = False

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from nanoengine.models.architecture import Architecture, ExpertNames, NormNames
 from nanoengine.models.families import (
+    APERTUS,
     CHOOSES_BY_SIGMOID,
+    COHERE,
+    COHERE_DEFAULTS,
+    DOTS,
     ERNIE,
     ERNIE_DEFAULTS,
     GEMMA_4,
     GEMMA_4_DEFAULTS,
     GEMMA_NORMS,
     GLM,
+    GRANITE_EXPERTS,
     GRANITE_HYBRID,
     GRANITE_MULTIPLIERS,
     HUNYUAN,
@@ -22,6 +27,7 @@ from nanoengine.models.families import (
     LATENT_REQUIRES,
     LFM2,
     LFM2_DEFAULTS,
+    MINIMAX,
     NORMS_AFTER,
     OLMO,
     SCORES_BY_SIGMOID,
@@ -29,6 +35,22 @@ from nanoengine.models.families import (
 from nanoengine.models.torch_ops import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 ARCHITECTURES = {
+    "ApertusForCausalLM": Architecture("Apertus", **APERTUS),
+    "ArceeForCausalLM": Architecture(
+        "Arcee AFM",
+        activation="relu2",
+        is_gated=False,
+        requires={"hidden_act": (None, "relu2")},
+        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    ),
+    "Cohere2ForCausalLM": Architecture(
+        "Command R7B, Command A",
+        **COHERE,
+        windows="pattern",
+        ropes_in_windows=True,
+        defaults=COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
+    "CohereForCausalLM": Architecture("Command R, Aya", **COHERE, defaults=COHERE_DEFAULTS),
     "DeepseekV2ForCausalLM": Architecture(
         "DeepSeek-V2 (also Lite)",
         own_code=("modeling_deepseek.DeepseekV2Model", "modeling_deepseek.DeepseekV2ForCausalLM"),
@@ -74,6 +96,7 @@ ARCHITECTURES = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "Dots1ForCausalLM": Architecture("dots.llm1", **DOTS),
     "Ernie4_5ForCausalLM": Architecture(
         "ERNIE 4.5 (0.3B)",
         **ERNIE,
@@ -255,6 +278,20 @@ ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": Architecture(
         "Granite 4.0 (Micro, H Micro, H Tiny, H Small)", **GRANITE_HYBRID
     ),
+    "GraniteMoeSharedForCausalLM": Architecture(
+        "Granite 3 with a shared expert",
+        reads=GRANITE_MULTIPLIERS,
+        experts=GRANITE_EXPERTS,
+        requires={
+            "hidden_act": (None, "silu", "swish"),
+            "quantization_config": (None,),  # as of Granite 4
+        },
+        defaults={
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 0,
+        },
+    ),
     "HunYuanDenseV1ForCausalLM": Architecture("Hunyuan (dense, 0.5B to 7B, also MT)", **HUNYUAN),
     "HunYuanMoEV1ForCausalLM": Architecture(
         "Hunyuan with experts (A13B)",
@@ -306,6 +343,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(
         "Llama 2 to 3.3 and models of its shape, as SmolLM2 and TinyLlama"
     ),
+    "MiniMaxM2ForCausalLM": Architecture("MiniMax-M2", **MINIMAX),
     "Ministral3ForCausalLM": Architecture(
         "Ministral 3 and Devstral 2",
         windows="every layer",

@@ -127,6 +127,9 @@ class Decoder:
     def _layer(ops: LayerOps, part: LayerParts, next_qkv: Product | None, rope: int) -> _Layer:
         if part.mlp is None:
             return _Layer(part.attention, _without_mlp(ops, part.out, next_qkv), rope, None)
+        if part.is_parallel:
+            beside = ops.beside_attention(part.out, part.mlp, next_qkv)
+            return _Layer(part.attention, beside, rope, None)
         if part.end is None:
             after_attention = ops.after_attention(part.out, part.mlp, next_qkv)
             return _Layer(part.attention, after_attention, rope, None)
@@ -168,7 +171,8 @@ class Decoder:
         attention(x) is out(attended(qkv(x))), mlp(x) is down(gate_up(x)), or that of the experts to
         which a row goes. Kernels can fuse all that needs no KV cache, so after_attention does both
         sums, in place, and returns qkv(norm(x)) of the next layer. If an architecture has norms
-        after attention and mlp, they are part of out and mlp.
+        after attention and mlp, they are part of out and mlp. If it is parallel, mlp sees x as
+        attention did.
         """
         of_kinds = [*chain(*(zip(*each, strict=True) for each in angles))]
         qkv = self._first_qkv(x)

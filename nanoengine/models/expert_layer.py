@@ -16,6 +16,7 @@ from nanoengine.models.experts import (
     SharedExpert,
 )
 from nanoengine.models.layer_ops import MLP, LayerOps, Norm, NormedProduct, Product
+from nanoengine.models.ungated import relu2
 
 
 def make_mixture(
@@ -61,8 +62,8 @@ def parts_of_expert(
 ) -> tuple[Product, Product]:
     """Gate and up, or up with relu2; and down."""
     if weights.gate is None:
-        product, relu2 = ops.linear(weights.up), ops.relu2
-        return lambda x: relu2(product(x)), ops.summand(weights.down)
+        product = ops.linear(weights.up)
+        return lambda x: ops.activated(product(x), relu2), ops.summand(weights.down)
     gate, up, down = weights.biases or (None, None, None)
     both = None if gate is None or up is None else (gate, up)
     gate_up = ops.gate_up(weights.gate, weights.up, both, None, activation)

@@ -46,6 +46,54 @@ HYBRID_EXPERTS = {
     "shared_expert_intermediate_size": 512,
 }
 
+# Apertus.
+APERTUS: dict[str, Any] = {
+    "norms": NormNames(before_attention="attention_layernorm", before_mlp="feedforward_layernorm"),
+    "qk_norm": "head",
+    "activation": "xielu",
+    "is_gated": False,
+    "requires": {
+        "hidden_act": (None, "xielu"),
+        "mlp_bias": (None, False),
+        "post_norm": (None, False),
+        "qk_norm": (None, True),
+    },
+    "defaults": {
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 12e6,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 12e6,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}
+# Cohere's, without norms of q and k.
+COHERE: dict[str, Any] = {
+    "norms": NormNames(before_mlp=""),
+    "layer_norm": True,
+    "is_parallel": True,
+    "pairs_take_turns": True,
+    "reads": ("logit_scale",),
+    "requires": {
+        "hidden_act": (None, "silu", "swish"),
+        "position_embedding_type": (None, "rope_gptj"),
+        "rotary_pct": (None, 1),
+        "use_gated_activation": (None, True),
+        "use_parallel_block": (None, True),
+        "use_qk_norm": (None, False),
+    },
+}
+COHERE_DEFAULTS: dict[str, Any] = {
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 # ERNIE 4.5.
 ERNIE: dict[str, Any] = {
     "pairs_take_turns": True,
@@ -126,6 +174,24 @@ GLM: dict[str, Any] = {
 SCORES_BY_SIGMOID = ExpertNames(
     scoring="sigmoid", has_choice_bias=True, group_best=2, shared="shared_experts"
 )
+# dots.llm1.
+DOTS: dict[str, Any] = {
+    "qk_norm": "head",
+    "windows": "layer_types",
+    "experts": SCORES_BY_SIGMOID,
+    "requires": {
+        "hidden_act": (None, "silu"),
+        "scoring_func": (None, "sigmoid", "noaux_tc"),
+        "topk_method": (None, "noaux_tc"),
+    },
+    "defaults": {
+        "first_k_dense_replace": 0,
+        "max_window_layers": 62,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "use_sliding_window": True,
+    },
+}
 # transformers reads neither key; the code that came with DeepSeek-V3 and vLLM do.
 CHOOSES_BY_SIGMOID = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
 LATENT_REQUIRES = {
@@ -151,18 +217,19 @@ GRANITE_MULTIPLIERS = (
     "residual_multiplier",
     "logits_scaling",
 )
+GRANITE_EXPERTS = ExpertNames(
+    "intermediate_size",
+    True,
+    "block_sparse_moe",
+    router="router",
+    shared="shared_expert",
+    shared_size="shared_intermediate_size",
+)
 # Granite 4.
 GRANITE_HYBRID: dict[str, Any] = {
     "mixers": True,
     "reads": GRANITE_MULTIPLIERS,
-    "experts": ExpertNames(
-        "intermediate_size",
-        True,
-        "block_sparse_moe",
-        router="router",
-        shared="shared_expert",
-        shared_size="shared_intermediate_size",
-    ),
+    "experts": GRANITE_EXPERTS,
     "requires": {
         "hidden_act": (None, "silu", "swish"),
         "mamba_conv_bias": (None, True),
@@ -227,4 +294,35 @@ OLMO: dict[str, Any] = {
     "norm_offset": 0.0,
     "qk_norm": "all heads",
     "requires": {"hidden_act": (None, "silu")},
+}
+# MiniMax-M2.
+MINIMAX: dict[str, Any] = {
+    "qk_norm": "all heads",
+    "experts": ExpertNames(
+        "intermediate_size",
+        True,
+        "block_sparse_moe",
+        ("w1", "w3", "w2"),
+        scoring="sigmoid",
+        has_choice_bias=True,
+    ),
+    "reads": ("partial_rotary_factor", "rotary_dim"),
+    "requires": {
+        "hidden_act": (None, "silu"),
+        "attention_bias": (None, False),
+        "qk_norm_type": (None, "per_layer"),
+        "scoring_func": (None, "sigmoid"),
+        "shared_intermediate_size": (None, 0),
+        "use_qk_norm": (None, True),
+        "use_routing_bias": (None, True),
+    },
+    "own_code": ("modeling_minimax_m2.MiniMaxM2ForCausalLM",),
+    "defaults": {
+        "head_dim": 128,
+        "max_position_embeddings": 196608,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 8,
+        "num_local_experts": 256,
+        "rope_theta": 5e6,
+    },
 }

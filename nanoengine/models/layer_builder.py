@@ -22,7 +22,7 @@ from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, Exp
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.delta_net import flat_projections
 from nanoengine.models.expert_layer import make_mixture
-from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
+from nanoengine.models.experts import ExpertWeights, Map, MixtureWeights, RouterWeights
 from nanoengine.models.latent import LATENT_NORM_EPS, absorbed, head_rows, latent_rows
 from nanoengine.models.layer_ops import MLP, Embed, LayerOps, Norm, Product, Tiles
 from nanoengine.models.layers import (
@@ -38,6 +38,7 @@ from nanoengine.models.mtp import MtpParts
 from nanoengine.models.rope import head_order
 from nanoengine.models.rules import make_net
 from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
+from nanoengine.models.ungated import XIELU_SHAPES, Xielu, relu2
 from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
 
 TensorSource = Callable[[str], Weight]
@@ -64,7 +65,7 @@ def _rope(config: ModelConfig, layer: int) -> RopeConfig | None:
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """What a layer computes, in this order. The products include the norms around them. end: of
-    LayerEnd; None: there is none. mlp: None: there is none.
+    LayerEnd; None: there is none. mlp: None: there is none. is_parallel: as of Architecture.
     """
 
     qkv: Product
@@ -72,6 +73,7 @@ class LayerParts:
     out: Product
     mlp: Product | None
     end: tuple[InputGate | None, float] | None
+    is_parallel: bool
 
 
 class LayerBuilder:
@@ -98,11 +100,13 @@ class LayerBuilder:
         weight, last = self._source("model.embed_tokens.weight"), self._norm("model.norm")
         apart, norm = (last, None) if self._config.has_mtp else (None, last)
         embed: Embed
+        fused, normed = self._fused(norm)
         if self._config.tie_word_embeddings:
-            embed, head = self._ops.tied(weight, norm)
+            embed, head = self._ops.tied(weight, fused)
         else:
             embed = self._ops.embedding(weight)
-            head = self._ops.head(self._source("lm_head.weight"), norm)
+            head = self._ops.head(self._source("lm_head.weight"), fused)
+        head = normed(head)
         factor = self._config.factors.embeddings / self._config.factors.summands
         if self._architecture.scales_embeddings:
             factor = _root(self._config.hidden_size, weight.dtype)
@@ -145,8 +149,9 @@ class LayerBuilder:
             qkv=qkv,
             attention=attention,
             out=self._then_normed(out, self._norm_if(layer, names.after_attention)),
-            mlp=None if index in config.bare_layers else self._mlp(index, layer),
+            mlp=None if index in config.bare_layers else self._mlp(index, layer, before),
             end=self._end(layer),
+            is_parallel=self._architecture.is_parallel,
         )
 
     def _end(self, layer: str) -> tuple[InputGate | None, float] | None:
@@ -227,7 +232,8 @@ class LayerBuilder:
         weights, biases = self._weights(prefix, names, has_qkv_bias(self._config))
         weight = self._in_order(weights)
         bias = numbers_of(self._in_order([*biases])) if biases else None
-        return self._ops.linear(weight, bias, norm)
+        fused, normed = self._fused(norm)
+        return normed(self._ops.linear(weight, bias, fused))
 
     def _in_order(self, parts: list[Weight]) -> Weight:
         """Weights or biases of q, k and v as [(heads + 2 kv_heads) x head_dim, ...], the heads of q
@@ -285,9 +291,11 @@ class LayerBuilder:
             norm, weight=norm.weight.view(-1, len(order))[:, order.to(norm.weight.device)].flatten()
         )
 
-    def _mlp(self, index: int, layer: str) -> Product:
+    def _mlp(self, index: int, layer: str, before_attention: Norm | None) -> Product:
         names, prefix = self._architecture.norms, layer + "mlp."
         norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
+        if self._architecture.is_parallel:
+            norm = before_attention
         experts, expert_names = experts_of(self._config, index), self._architecture.experts
         if experts is None or expert_names is None:
             return self._dense(prefix, norm, norm_after)
@@ -351,17 +359,18 @@ class LayerBuilder:
             weights = halves(weights[0])
             biases = [half for bias in biases for half in bias.chunk(2)]
         gate, up = weights
-        gate_up_biases = (biases[0], biases[1]) if biases else None
-        return self._ops.gate_up(gate, up, gate_up_biases, norm, self._architecture.activation)
+        both = (biases[0], biases[1]) if biases else None
+        fused, normed = self._fused(norm)
+        return normed(self._ops.gate_up(gate, up, both, fused, self._architecture.activation))
 
     def _up(self, prefix: str, norm: Norm | None) -> Product:
         """Of a feed-forward without a gate."""
         weights, biases = self._weights(prefix, ("up",), self._config.mlp_bias)
-        up, relu2 = (
-            self._ops.linear(weights[0], biases[0] if biases else None, norm),
-            self._ops.relu2,
-        )
-        return lambda x: relu2(up(x))
+        up = self._ops.linear(weights[0], biases[0] if biases else None, norm)
+        activation: Map = relu2
+        if self._architecture.activation == "xielu":
+            activation = Xielu.of(*(self._numbers(prefix + name) for name in XIELU_SHAPES))
+        return lambda x: self._ops.activated(up(x), activation)
 
     def _summand(self, prefix: str, name: str, has_bias: bool) -> Product:
         weights, biases = self._weights(prefix, (name,), has_bias)
@@ -379,6 +388,12 @@ class LayerBuilder:
 
     def _then_normed(self, product: Product, norm: Norm | None) -> Product:
         return product if norm is None else lambda x: self._ops.rms_norm(product(x), norm)
+
+    def _fused(self, norm: Norm | None) -> tuple[Norm | None, Callable[[Product], Product]]:
+        """The norm that a product has in it, and what puts another one before the product."""
+        if norm is None or not self._architecture.layer_norm:
+            return norm, lambda product: product
+        return None, lambda product: lambda x: product(self._ops.layer_norm(x, norm))
 
     def _norm_if(self, prefix: str, name: str) -> Norm | None:
         return self._norm(prefix + name) if name else None

@@ -187,6 +187,21 @@ class LayerOps(Protocol):
         """
         ...
 
+    def beside_attention(
+        self, out: Product, mlp: Product, next_qkv: Product | None
+    ) -> AfterAttention:
+        """As after_attention, of a feed-forward that does not see what attention gives:
+
+        x = x + out(attended) + mlp(x)
+        """
+        ...
+
+    def layer_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """LayerNorm without a bias (arXiv 1607.06450) of x, [tokens, dim]: (x - mean) / sd * weight
+        in fp32, rounded once.
+        """
+        ...
+
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Normalise the last dimension of x, [tokens, dim] or [tokens, heads, dim]."""
         ...
@@ -220,8 +235,8 @@ class LayerOps(Protocol):
         """[tokens, 2 x dim] -> activation(first half) * second half; see torch_ops.GATED."""
         ...
 
-    def relu2(self, x: Tensor) -> Tensor:
-        """relu(x) * x, in place, and x: of feed-forwards and experts without a gate."""
+    def activated(self, x: Tensor, activation: Map) -> Tensor:
+        """activation(x), in place, and x: of feed-forwards and experts without a gate."""
         ...
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from nanoengine.models.layer_ops import (
 )
 from nanoengine.models.rules import RecurrentNet, recurrence
 from nanoengine.models.stored_codes import Weight, joined, numbers_of
+from nanoengine.models.ungated import relu2
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
@@ -111,8 +112,8 @@ class TorchOps:
         gated = self.gated(activation)
         return self._normed(norm, lambda x: gated(both(x)))
 
-    def relu2(self, x: Tensor) -> Tensor:
-        return x.copy_(relu2(x))
+    def activated(self, x: Tensor, activation: Map) -> Tensor:
+        return activation(x)
 
     def gated(self, activation: str) -> Product:
         return GATED[activation]
@@ -156,6 +157,17 @@ class TorchOps:
 
         return run
 
+    def beside_attention(
+        self, out: Product, mlp: Product, next_qkv: Product | None
+    ) -> AfterAttention:
+        def run(x: Tensor, attended: Tensor) -> Tensor:
+            of_mlp = mlp(x)
+            self.accumulate(x, out(attended))
+            self.accumulate(x, of_mlp)
+            return x if next_qkv is None else next_qkv(x)
+
+        return run
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
@@ -166,6 +178,9 @@ class TorchOps:
         if gate is not None:
             summand = (summand.float() * sigmoid(gate)).to(x.dtype)
         return x.add_(summand)
+
+    def layer_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return functional.layer_norm(x, x.shape[-1:], norm.weight, None, norm.eps)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         wide = x.float()
@@ -212,11 +227,6 @@ class TorchOps:
 
     def forget_steps(self) -> None:
         """Nothing was recorded."""
-
-
-def relu2(x: Tensor) -> Tensor:
-    """relu(x) * x."""
-    return functional.relu(x).square()
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import astuple
 from nanoengine.config.model import ExpertsConfig, LatentConfig, ModelConfig, RecurrentConfig
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ROUTER, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.models.ungated import XIELU_SHAPES
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -71,6 +72,8 @@ def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         return
     experts, names = experts_of(config, layer), architecture.experts or ExpertNames()
     if experts is None or names.beside:
+        if architecture.activation == "xielu":
+            yield from ((f"{prefix}mlp.{name}", shape) for name, shape in XIELU_SHAPES.items())
         inner_size = config.shape(layer).intermediate_size
         yield from _mlp_shapes(config, f"{prefix}mlp.", inner_size, config.mlp_bias)
     if experts is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 from nanoengine.config.model import AnyRecurrent, ModelConfig, ShortConvConfig
+from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.models.ungated import BYTES, PIECE
 
 # Bytes of a logit of a row that samples: in fp32 itself, without what a form forbids, and with
 # penalties or as a log-probability; PyTorch ranks them, too.
@@ -24,17 +26,23 @@ def activation_bytes(
     Per token: residual stream and norm (fp32 and model dtype), the inputs of all layers, and the
     largest of qkv + attention state, gate_up (of experts: with their rows, their results and the
     sum) and what a recurrent layer holds; per row that samples, of which there are num_sampled, its
-    logits and what sampling makes of them. in_c: as in memory_plan.ModelFacts.
+    logits and what sampling makes of them; and what Xielu makes at once. in_c: as in
+    memory_plan.ModelFacts.
     """
     shapes = [config.shape(layer) for layer in config.attention_layers]
     heads = config.num_heads * max(shape.head_dim for shape in shapes)
     kv_heads = max(math.prod(shape.kv_heads) for shape in shapes)
     stream = config.hidden_size * (3 * element_size + 8)
     attention = (heads + 2 * kv_heads) * (2 * element_size + 8) + heads * (4 + element_size)
-    feed_forward = max(shape.intermediate_size for shape in shapes) * 4 * element_size
+    inner_size = max(shape.intermediate_size for shape in shapes)
+    architecture, pieces = ARCHITECTURES[config.architecture], 0
+    inner = 4 if architecture.is_gated else 3  # what is as wide as an intermediate size
+    feed_forward = inner_size * inner * element_size
+    if architecture.activation == "xielu":
+        pieces = min(num_tokens * inner_size, PIECE) * BYTES
     if (experts := config.experts) is not None:
-        feed_forward = max(feed_forward, experts.shared_size * 4 * element_size)
-        each = config.hidden_size * 2 + experts.inner_size * 4
+        feed_forward = max(feed_forward, experts.shared_size * inner * element_size)
+        each = config.hidden_size * 2 + experts.inner_size * inner
         sums = 8 * config.hidden_size + 16 * experts.count
         feed_forward = max(feed_forward, experts.top_k * each * element_size + sums)
     per_row = config.vocab_size * (IN_C if in_c else IN_PYTORCH)
@@ -49,7 +57,7 @@ def activation_bytes(
     if config.has_mtp:  # it has a residual stream of its own, of two vectors, and logits
         per_token += config.hidden_size * 6 * element_size
         per_row += config.vocab_size * 4
-    return num_tokens * per_token + num_sampled * per_row + num_seqs * states
+    return num_tokens * per_token + num_sampled * per_row + num_seqs * states + pieces
 
 
 def _recurrent_bytes(

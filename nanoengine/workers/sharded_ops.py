@@ -162,6 +162,14 @@ class ShardedOps:
     ) -> AfterAttention:
         return self._ops.after_attention(out, mlp, next_qkv)
 
+    def beside_attention(
+        self, out: Product, mlp: Product, next_qkv: Product | None
+    ) -> AfterAttention:
+        return self._ops.beside_attention(out, mlp, next_qkv)
+
+    def layer_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return self._ops.layer_norm(x, norm)
+
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         return self._ops.rms_norm(x, norm)
 
@@ -186,8 +194,8 @@ class ShardedOps:
     def gated(self, activation: str) -> Product:
         return self._ops.gated(activation)
 
-    def relu2(self, x: Tensor) -> Tensor:
-        return self._ops.relu2(x)
+    def activated(self, x: Tensor, activation: Map) -> Tensor:
+        return self._ops.activated(x, activation)
 
     def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return self._ops.rotate(q, cos, sin)

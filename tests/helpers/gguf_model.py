@@ -49,6 +49,7 @@ ORIGINAL_NAMES = {
     "block_sparse_moe.router.layer": "ffn_gate_inp",
 }
 EXPERT_NAMES = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
+MIXTRAL_NAMES = {"w1": "gate", "w3": "up", "w2": "down"}
 GEMMA_NAMES = ORIGINAL_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -119,7 +120,10 @@ LATENT_NAMES |= SHARED_NAMES
 for shared in ("mlp.shared_expert", "mlp.shared_experts"):
     NEWER_NAMES |= {f"{shared}.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES}
 NAMES = {
+    "apertus": ORIGINAL_NAMES
+    | {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
     "deepseek2": LATENT_NAMES,
+    "dots1": ORIGINAL_NAMES | SHARED_NAMES,
     "ernie4_5-moe": ORIGINAL_NAMES | SHARED_NAMES,
     "exaone4": EXAONE_NAMES,
     "gemma3": GEMMA_NAMES,
@@ -128,6 +132,8 @@ NAMES = {
     "granitehybrid": ORIGINAL_NAMES
     | GRANITE_HYBRID_NAMES
     | {f"shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES},
+    "granitemoe": ORIGINAL_NAMES | {"shared_mlp.output_linear": "ffn_down_shexp"},
+    "minimax-m2": ORIGINAL_NAMES | {"block_sparse_moe.gate": "ffn_gate_inp"},
     "hunyuan-dense": HUNYUAN_NAMES,
     "hunyuan-moe": HUNYUAN_NAMES
     | {"mlp.gate.wg": "ffn_gate_inp"}
@@ -146,6 +152,7 @@ NEXTN_NAMES = {
 # Whole names, which do not end in ".weight" on both sides.
 ODD_NAMES = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
     "feed_forward.expert_bias": "exp_probs_b.bias",
     "self_attn.sinks": "attn_sinks.weight",
@@ -156,11 +163,16 @@ ODD_NAMES = {
     "router.per_expert_scale": "ffn_down_exps.scale",
     **ODD_MAMBA_NAMES,
 }
-INTERLEAVED = ("granite", "granitemoe", "llama", "mistral3", "smollm3", *WITH_MAMBA)
+INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3", *WITH_MAMBA)
 WITH_NORM_OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
+    "ApertusForCausalLM": "apertus",
+    "ArceeForCausalLM": "arcee",
+    "Cohere2ForCausalLM": "cohere2",
+    "CohereForCausalLM": "command-r",
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "deepseek2"),
     "Glm4MoeLiteForCausalLM": "deepseek2",
+    "Dots1ForCausalLM": "dots1",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "Exaone4ForCausalLM": "exaone4",
@@ -173,11 +185,13 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeHybridForCausalLM": "granitehybrid",
+    "GraniteMoeSharedForCausalLM": "granitemoe",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2moe",
     "LlamaForCausalLM": "llama",
+    "MiniMaxM2ForCausalLM": "minimax-m2",
     "Ministral3ForCausalLM": "mistral3",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
@@ -195,6 +209,12 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
 }
 SCALINGS: dict[str, dict[str, Any]] = {
+    "arcee": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_context_length": 64,
+        "yarn_beta_fast": 2.0,
+    },
     "exaone4": {},
     "gemma3": {},
     "gpt-oss": {
@@ -265,6 +285,8 @@ class GGUFModel:
             divisors[: int(pairs * full["partial_rotary_factor"])] = 1
             self.tensors["rope_freqs.weight"] = divisors
         self.settings = self._settings()
+        if self.arch == "apertus":
+            _take_activations_out(self)
         if self.arch.startswith("hunyuan"):
             _scale_theta(self)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -284,8 +306,15 @@ class GGUFModel:
                     changed = mamba_changed(self.config, name, values)
                     tensors |= {gguf_name(each, names): v for each, v in changed.items()}
                     continue
+                if name.endswith("shared_mlp.input_linear.weight"):
+                    layer = name.split(".")[2]
+                    gate, up = np.split(values, 2)
+                    tensors |= {f"blk.{layer}.ffn_gate_shexp.weight": gate}
+                    tensors |= {f"blk.{layer}.ffn_up_shexp.weight": up}
+                    continue
                 for ours, theirs in (("input", "gate_up"), ("output", "down")):
-                    name = name.replace(f"{ours}_linear.weight", f"experts.{theirs}_proj")
+                    linear = f"block_sparse_moe.{ours}_linear.weight"
+                    name = name.replace(linear, f"block_sparse_moe.experts.{theirs}_proj")
                 if ".experts." in name:
                     self._add_expert(tensors, name, values)
                     continue
@@ -300,6 +329,9 @@ class GGUFModel:
                 if self.arch in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
                     heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
                     values = interleaved(values, self.config[heads])
+                if ".act_fn." in name:
+                    tensors[name] = values
+                    continue
                 tensors[gguf_name(name, names)] = values
         return tensors
 
@@ -365,7 +397,7 @@ class GGUFModel:
                 parts = dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
             tensors |= {f"blk.{layer}.{EXPERT_NAMES[p]}.weight": v for p, v in parts.items()}
             return
-        part = {"w1": "gate", "w2": "down", "w3": "up"}.get(rest[1], rest[1].removesuffix("_proj"))
+        part = MIXTRAL_NAMES.get(rest[1], rest[1].removesuffix("_proj"))
         stacked = f"blk.{layer}.{EXPERT_NAMES[part]}.weight"
         before = tensors.get(stacked, values[None][:0])
         assert int(rest[0]) == len(before)
@@ -383,9 +415,11 @@ class GGUFModel:
             f"{arch}.expert_used_count": config.get("num_experts_per_tok"),
             f"{arch}.expert_feed_forward_length": config.get("moe_intermediate_size"),
             f"{arch}.expert_shared_feed_forward_length": config.get(
-                "shared_expert_intermediate_size"
+                "shared_expert_intermediate_size", config.get("shared_intermediate_size")
             ),
         }
+        if arch == "minimax-m2":
+            of_experts["minimax-m2.expert_feed_forward_length"] = config["intermediate_size"]
         if "n_shared_experts" in config:
             by_softmax = config["architectures"] == ["DeepseekV2ForCausalLM"]
             of_experts |= {
@@ -423,7 +457,7 @@ class GGUFModel:
                 ),
                 f"{arch}.rope.freq_base": float(rope["rope_theta"]),
                 f"{arch}.attention.layer_norm_rms_epsilon": config.get("rms_norm_eps")
-                or config["norm_eps"],
+                or config.get("norm_eps"),
                 "tokenizer.ggml.model": "gpt2",
                 "tokenizer.ggml.pre": "qwen2",
                 "tokenizer.ggml.bos_token_id": 0,
@@ -431,6 +465,7 @@ class GGUFModel:
                 "tokenizer.ggml.add_bos_token": True,
                 "tokenizer.chat_template": "{{ messages[0]['content'] }}",
             }
+            | (_of_cohere(config, arch) if "layer_norm_eps" in config else {})
             | (_of_gemma4(config) if arch == "gemma4" else {})
             | (_of_ernie(config) if arch == "ernie4_5-moe" else {})
             | (_of_granite(config, arch) if arch.startswith("granite") else {})
@@ -564,6 +599,41 @@ def _scale_theta(model: GGUFModel) -> None:
             "expert_shared_count": 1,
         }
         model.settings |= {f"hunyuan-moe.{key}": value for key, value in sizes.items()}
+
+
+def _of_cohere(config: dict[str, Any], arch: str) -> dict[str, Any]:
+    """What llama.cpp's converters write (its conversion/command_r.py); newer ones also which layers
+    have a window.
+    """
+    settings = {
+        "attention.layer_norm_epsilon": config["layer_norm_eps"],
+        "logit_scale": config["logit_scale"],
+        "rope.scaling.type": "none",
+        "vocab_size": config["vocab_size"],
+    }
+    if arch == "cohere2":
+        kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
+        settings |= {
+            "attention.sliding_window": config["sliding_window"],
+            "attention.sliding_window_pattern": kinds,
+        }
+    return {f"{arch}.{key}": value for key, value in settings.items()}
+
+
+def _take_activations_out(model: GGUFModel) -> None:
+    """What llama.cpp's converter does with them (ApertusModel in its apertus.py), and the RoPE of
+    Llama 3 (LlamaModel.generate_extra_tensors in its llama.py).
+    """
+    layers = range(model.config["num_hidden_layers"])
+    for part in ("alpha_n", "alpha_p", "beta", "eps"):
+        values = [model.tensors.pop(f"model.layers.{i}.mlp.act_fn.{part}") for i in layers]
+        model.settings[f"xielu.{part}"] = [value.item() for value in values]
+    rope, dim = model.config["rope_parameters"], model.config["head_dim"]
+    waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+    turns = 8192 / waves
+    share = np.clip((turns - 1) / 3, 0, 1)  # of low_freq_factor 1 and high_freq_factor 4
+    divisors = 1 / ((1 - share) / rope["factor"] + share)
+    model.tensors["rope_freqs.weight"] = divisors.astype(np.float32)
 
 
 def _of_granite(config: dict[str, Any], arch: str) -> dict[str, Any]:

@@ -163,6 +163,8 @@ def _randomize_vectors(model: torch.nn.Module) -> None:
             torch.nn.init.normal_(buffer, 0.0, 0.2)
         if name.endswith("layer_scalar"):
             torch.nn.init.normal_(buffer, 1.0, 0.2)
+        if name.endswith("act_fn.eps"):
+            buffer.fill_(-0.05)
 
 
 def _byte_tokenizer(adds_bos: bool) -> PreTrainedTokenizerFast:

@@ -45,9 +45,14 @@ NAMES = ("glm4-moe", "gpt-oss", "qwen2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-ne
 NAMES += ("gemma4", "gemma4-moe", "gemma4-shared", "deepseek-v2", "deepseek-v3", "glm4-moe-air")
 NAMES += ("ernie", "ernie-moe", "exaone4", "exaone4-full", "glm4", "granite", "granite-moe")
 NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "lfm2", "lfm2-moe")
-NAMES += ("ministral3", "nemotron-h", "seed-oss")
+NAMES += ("ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
+NAMES += ("cohere", "cohere2", "dots1", "granite-moe-shared", "minimax-m2")
 BY_DEFAULT = (
     *NAMES[:2],
+    "apertus",
+    "arcee",
+    "cohere2",
+    "minimax-m2",
     "ernie-moe",
     "exaone4",
     "glm4",

@@ -19,7 +19,7 @@ KINDS = {
     "a mixture of experts": (
         "gpt-oss "
         "DeepseekForCausalLM DeepseekV32ForCausalLM deepseek2 Llama4ForCausalLM "
-        "PhiMoEForCausalLM GraniteMoeSharedForCausalLM MiniMaxM2ForCausalLM minimax-m2 qwen2moe"
+        "PhiMoEForCausalLM GraniteMoeSwaForCausalLM qwen2moe"
     ),
     "recurrent or linear attention": (
         "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM qwen35 MambaForCausalLM mamba2 "
@@ -36,7 +36,7 @@ KINDS = {
     "generates no text": "BertModel bert RobertaForMaskedLM Qwen3ForSequenceClassification",
     "another Gemma": "GemmaForCausalLM Gemma2ForCausalLM gemma2 gemma3n",
     "Phi-1 or Phi-2": "PhiForCausalLM phi2",
-    "is not supported; run it": "GPT2LMHeadModel OlmoForCausalLM CohereForCausalLM",
+    "is not supported; run it": "GPT2LMHeadModel OlmoForCausalLM StableLmForCausalLM",
 }
 
 

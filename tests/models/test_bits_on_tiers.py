@@ -14,18 +14,18 @@ from marks import needs_compiler
 from replays import watch_replays
 from tiers import LAYOUTS, run
 
-DENSE = (
-    "exaone4",
-    "ernie",
-    "gemma3",
-    "gemma3-softcap",
-    "glm4",
-    "granite",
-    "hunyuan",
-    "lfm2",
-    "ministral3",
+DENSE = ("apertus", "arcee", "exaone4", "ernie", "gemma3", "gemma3-softcap", "glm4", "granite")
+DENSE += ("cohere2", "hunyuan", "lfm2", "ministral3")
+EXPERTS = (
+    "dots1",
+    "granite-moe-shared",
+    "minimax-m2",
+    "ernie-moe",
+    "granite-hybrid",
+    "hunyuan-moe",
+    "lfm2-moe",
+    "nemotron-h-moe",
 )
-EXPERTS = ("ernie-moe", "granite-hybrid", "hunyuan-moe", "lfm2-moe", "nemotron-h-moe")
 
 
 @needs_compiler

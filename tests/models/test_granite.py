@@ -172,3 +172,34 @@ def test_granite_4_micro_has_attention_in_all_layers(tmp_path: Path) -> None:
     engine = small_engine(tmp_path)
     assert_greedy(tmp_path, prompts, Driver(engine).run(prompts), 16)
     assert engine.plan.kv.recurrent is None
+
+
+SHARED: dict[str, Any] = {  # the form of ibm-research/moe-7b-1b-active-shared-experts
+    "architectures": ["GraniteMoeSharedForCausalLM"],
+    "hidden_size": 1536,
+    "intermediate_size": 512,
+    "model_type": "granitemoeshared",
+    "num_attention_heads": 24,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "num_local_experts": 62,
+    "shared_intermediate_size": 1024,
+}
+
+
+@pytest.mark.parametrize("size", [1024, 0])
+def test_a_feed_forward_may_stand_beside_the_experts(tmp_path: Path, size: int) -> None:
+    text = json.dumps(PUBLISHED | SHARED | {"shared_intermediate_size": size})
+    (tmp_path / "config.json").write_text(text)
+    experts = read_model_config(tmp_path).experts
+    assert experts is not None and experts.renormalises
+    assert (experts.count, experts.top_k, experts.inner_size) == (62, 10, 512)
+    assert experts.shared_size == size
+
+
+def test_one_beside_the_experts_that_is_quantised_is_refused(tmp_path: Path) -> None:
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | SHARED | quantised))
+    with pytest.raises(UnsupportedModelError, match="quantization_config"):
+        read_model_config(tmp_path)

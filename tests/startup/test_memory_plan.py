@@ -31,7 +31,7 @@ from nanoengine.startup.plan import MemoryPlan
 MIB = 1 << 20
 BLOCK = 2 * 16 * 2 * 64 * 2 * 256  # bytes: K and V of 16 layers, 2 heads of 64, bf16, 256 tokens
 MODEL = ModelConfig(
-    architecture="llama",
+    architecture="LlamaForCausalLM",
     vocab_size=50_000,
     hidden_size=512,
     intermediate_size=2048,

@@ -162,7 +162,9 @@ def _write_safetensors(path: Path, tensors: list[GgufTensor]) -> None:
     offset = 0
     for name, rows in groupby(tensors, key=attrgetter("name")):
         dtypes, shapes, sizes = zip(*(tensor.written for tensor in rows), strict=True)
-        shape, end = (sum(shape[0] for shape in shapes), *shapes[0][1:]), offset + sum(sizes)
+        shape, end = shapes[0], offset + sum(sizes)
+        if len(shapes) > 1:
+            shape = (sum(part[0] for part in shapes), *shape[1:])
         header[name] = {"dtype": dtypes[0], "shape": shape, "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()

@@ -9,7 +9,7 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 
 QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
-SCALED_EXPERTS = ("deepseek2", "glm4moe", "nemotron_h_moe")
+SCALED_EXPERTS = ("deepseek2", "dots1", "glm4moe", "nemotron_h_moe")
 WITH_EXPERTS = (
     "ernie4_5-moe",
     "gemma4",
@@ -20,6 +20,7 @@ WITH_EXPERTS = (
     "hunyuan-moe",
     "lfm2moe",
     "llama",
+    "minimax-m2",
     "olmoe",
     *QWEN_EXPERTS,
 )
@@ -54,8 +55,10 @@ def experts_settings(
             "sliding_window": metadata.window(),
             "sliding_window_pattern": 2,
         }
-    if metadata.architecture == "granitemoe":
+    if metadata.architecture == "minimax-m2":
         return settings | {"num_local_experts": settings["num_experts"]}
+    if metadata.architecture == "granitemoe":
+        return settings | _granite_settings(metadata)
     if metadata.architecture == "olmoe":
         return settings
     if metadata.architecture == "hunyuan-moe":
@@ -89,13 +92,25 @@ def _ernie_settings(metadata: Metadata, sparse: list[int]) -> dict[str, Any]:
     }
 
 
+def _granite_settings(metadata: Metadata) -> dict[str, Any]:
+    """With a feed-forward beside the experts it is another architecture."""
+    shared: dict[str, Any] = {}
+    if metadata.has("granitemoe.expert_shared_feed_forward_length"):
+        shared = {
+            "architectures": ["GraniteMoeSharedForCausalLM"],
+            "model_type": "granitemoeshared",
+            "shared_intermediate_size": metadata.number("expert_shared_feed_forward_length"),
+        }
+    return {"num_local_experts": metadata.number("expert_count"), **shared}
+
+
 def _deepseek_settings(
     metadata: Metadata, stored: Mapping[str, Any], dense: list[int]
 ) -> dict[str, Any]:
-    """DeepSeek's experts, which GLM has, too. Raises UnsupportedModelError for scores of a kind
-    that no model of the architecture has.
+    """DeepSeek's experts, which GLM and dots.llm1 have, too. Raises UnsupportedModelError for
+    scores of a kind that no model of the architecture has.
     """
-    of_glm = metadata.architecture == "glm4moe"
+    of_glm = metadata.architecture != "deepseek2"
     by_sigmoid = of_glm or any(name.endswith("exp_probs_b.bias") for name in stored)
     # Older files do not say it.
     scores = metadata.number("expert_gating_func", SIGMOID if by_sigmoid else SOFTMAX)

@@ -10,6 +10,7 @@ from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.rope_scaling import original_length
 from nanoengine.loading.layer_kinds import FULL, RECURRENT, SLIDING
 
+COHERE_INTERVAL = 4
 EXAONE_INTERVAL = 4
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 # Settings that change the arithmetic, and Hugging Face's keys for them, which Granite alone has.
@@ -88,6 +89,27 @@ def gemma3_settings(metadata: Metadata, width_per_head: int, head_dim: int) -> d
         "rope_local_base_freq": metadata.real("rope.freq_base_swa", GEMMA_LOCAL_THETA),
         "query_pre_attn_scalar": width_per_head if num_layers == GEMMA_27B_LAYERS else head_dim,
         "final_logit_softcapping": metadata.real("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def cohere_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
+    """A file of Command R7B says that every so many-th layer sees all keys, or which ones, or
+    neither. To llama.cpp 0 is no factor of the logits.
+    """
+    settings: dict[str, Any] = {
+        "layer_norm_eps": metadata.real("attention.layer_norm_epsilon"),
+        "logit_scale": metadata.real("logit_scale", 0.0) or 1.0,
+    }
+    if metadata.architecture == "command-r":
+        return settings
+    has_window = [bool((i + 1) % COHERE_INTERVAL) for i in range(num_layers)]
+    if metadata.has("cohere2.attention.sliding_window_pattern"):
+        has_window = metadata.have_windows(num_layers)
+    kinds = [SLIDING if has else FULL for has in has_window]
+    # Also one that no text is longer than: layers without one do not rotate.
+    return settings | {
+        "layer_types": kinds,
+        "sliding_window": metadata.number("attention.sliding_window"),
     }
 
 

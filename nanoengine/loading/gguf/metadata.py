@@ -111,6 +111,15 @@ class Metadata:
         value = self.get(f"{self.architecture}.{key}", float, default)
         return float(str(np.float32(value)))
 
+    def reals(self, key: str, num_layers: int) -> list[float]:
+        """A float32 for each layer."""
+        values = self.get(key, list)
+        if len(values) != num_layers or not all(isinstance(value, float) for value in values):
+            raise CorruptModelError(
+                f"{self.path}: {key!r} must have a number for each of {num_layers} layers"
+            )
+        return list(values)
+
     def token_id(self, key: str, vocab_size: int) -> int | None:
         """The id of a special token, None without one."""
         full_key = f"tokenizer.ggml.{key}"

@@ -19,6 +19,7 @@ from nanoengine.loading.gguf.experts import (
 )
 from nanoengine.loading.gguf.families import (
     GRANITE_KEYS,
+    cohere_settings,
     exaone_settings,
     gemma3_settings,
     granite_settings,
@@ -39,7 +40,12 @@ from nanoengine.loading.gguf.short_convs import LFM2, kv_heads, short_conv_setti
 from nanoengine.loading.refused import about_architecture
 
 ARCHITECTURES = {
+    "apertus": "ApertusForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "command-r": "CohereForCausalLM",
     "deepseek2": "DeepseekV2ForCausalLM",  # DeepSeek-V3 and GLM 4.7 Flash, too
+    "dots1": "Dots1ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
@@ -56,6 +62,7 @@ ARCHITECTURES = {
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
+    "minimax-m2": "MiniMaxM2ForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "nemotron_h_moe": "NemotronHForCausalLM",
@@ -74,6 +81,9 @@ ARCHITECTURES = {
 }
 # What no key of a GGUF says: llama.cpp has it in its code.
 FIXED_SETTINGS: dict[str, dict[str, Any]] = {
+    "apertus": {"hidden_act": "xielu"},
+    "arcee": {"hidden_act": "relu2"},
+    "command-r": {"model_type": "cohere"},
     "deepseek2": {"model_type": "deepseek_v2"},
     "ernie4_5-moe": {"model_type": "ernie4_5_moe"},
     "glm4moe": {"model_type": "glm4_moe"},
@@ -81,6 +91,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "hunyuan-dense": {"model_type": "hunyuan_v1_dense"},
     "hunyuan-moe": {"model_type": "hunyuan_v1_moe"},
     "lfm2moe": {"model_type": "lfm2_moe"},
+    "minimax-m2": {"model_type": "minimax_m2"},
     "mistral3": {"model_type": "ministral3"},
     "olmoe": {"norm_topk_prob": False},
     "qwen2moe": {"model_type": "qwen2_moe", "norm_topk_prob": False},
@@ -92,9 +103,10 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 4},
 }
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
-MAY_TURN_A_PART = ("glm4", "glm4moe", "phi3", *HYBRIDS)
-WITH_WINDOWS = ("exaone4", "gemma3", "gemma4", "gpt-oss", "llama", "phi3")
+MAY_TURN_A_PART = ("glm4", "glm4moe", "minimax-m2", "phi3", *HYBRIDS)
+WITH_WINDOWS = ("cohere2", "exaone4", "gemma3", "gemma4", "gpt-oss", "llama", "phi3")
 GRANITES = ("granite", "granitehybrid", "granitemoe")
+COHERES = ("cohere2", "command-r")
 
 
 def check_supported(metadata: Metadata) -> None:
@@ -108,7 +120,9 @@ def check_supported(metadata: Metadata) -> None:
         raise UnsupportedModelError(f"{metadata.path}: {experts!r} is set: {about}")
     scaled = () if architecture in SCALED_EXPERTS else ("expert_weights_scale",)
     tempered = () if architecture == "mistral3" else (TEMPERATURE,)
-    refused = () if architecture in GRANITES else GRANITE_KEYS
+    refused = {*GRANITE_KEYS} if architecture not in GRANITES else set()
+    if architecture in COHERES:
+        refused -= {"logit_scale"}
     for key in (*refused, *scaled, *tempered):
         full_key = f"{architecture}.{key}"
         if metadata.has(full_key) and metadata.get(full_key, float):
@@ -157,6 +171,10 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
         settings |= gemma3_settings(metadata, hidden_size // num_heads, head_dim)
     if metadata.architecture in GRANITES:
         settings |= granite_settings(metadata, head_dim)
+    if metadata.architecture in COHERES:
+        settings |= cohere_settings(metadata, num_layers)
+    else:
+        settings["rms_norm_eps"] = metadata.real("attention.layer_norm_rms_epsilon")
     return {
         "architectures": [ARCHITECTURES[metadata.architecture]],
         "model_type": metadata.architecture,
@@ -166,7 +184,6 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
         "num_attention_heads": num_heads,
         "hidden_act": "silu",
         "max_position_embeddings": metadata.number("context_length"),
-        "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"),
         "attention_bias": f"blk.0.attn_{biased}.bias" in stored,
         "mlp_bias": "blk.0.ffn_up.bias" in stored,
         "tie_word_embeddings": "output.weight" not in stored,
@@ -221,7 +238,7 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         settings = recurrent_settings(metadata, stored, num_layers)
     if metadata.num_experts():
         return settings | experts_settings(metadata, stored, num_layers)
-    if metadata.window() and metadata.architecture != "gemma3":
+    if metadata.window() and metadata.architecture not in ("cohere2", "gemma3"):
         return mistral_settings(metadata, stored)
     return settings
 

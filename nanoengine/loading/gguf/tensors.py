@@ -24,13 +24,16 @@ from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.families import OUT_IS_TILED
+from nanoengine.models.ungated import XIELU_SHAPES
 
 Order = npt.NDArray[np.intp]
 Config = Mapping[str, Any]  # the content of config.json
 
 # Row order of q and k in a GGUF of these is llama.cpp's (pairs side by side), not Hugging Face's
 # (halves).
-PERMUTED = frozenset({"granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"})
+PERMUTED = frozenset(
+    {"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"}
+)
 # In these the value heads of recurrent layers take turns among the key heads that they belong to;
 # Hugging Face has those of a key head together (conversion/qwen.py).
 TILED = frozenset({"qwen35", "qwen35moe"})
@@ -121,6 +124,8 @@ _LFM2_NAMES = _LAYER_NAMES | {
 _NEWER_NAMES = _LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"}
 _NAMES = {
     "deepseek2": _LATENT_NAMES,
+    "apertus": _LAYER_NAMES
+    | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
     "exaone4": _LAYER_NAMES
     | {
         "post_attention_norm": "post_attention_layernorm",
@@ -220,6 +225,19 @@ def hf_tensors(
                 f"{metadata.path}: tensor {name!r} has no place in {config['architectures'][0]}"
             )
         yield from found
+    if architecture.activation == "xielu":
+        yield from _of_activations(metadata, config["num_hidden_layers"])
+
+
+def _of_activations(metadata: Metadata, num_layers: int) -> Iterator[GgufTensor]:
+    """What a file has as lists in its metadata."""
+    from gguf import GGMLQuantizationType  # 0.3 s, seldom needed
+
+    for name, shape in XIELU_SHAPES.items():
+        values = metadata.reals(f"xielu.{name.removeprefix('act_fn.')}", num_layers)
+        for layer, value in enumerate(np.array(values, dtype=np.float32)[:, None]):
+            whole = f"model.layers.{layer}.mlp.{name}"
+            yield GgufTensor(whole, shape, value, GGMLQuantizationType.F32, dtype="F32")
 
 
 def _of_name(

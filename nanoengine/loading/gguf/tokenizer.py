@@ -105,6 +105,7 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
 # Names that mean the same to llama.cpp. "glm4" is Llama 3's pattern for vocabularies in which words
 # are merged.
 OTHER_NAMES = {
+    "command-r": "smollm",
     "deepseek-r1-qwen": "qwen2",
     "exaone4": "olmo",
     "hunyuan": "qwen2",
