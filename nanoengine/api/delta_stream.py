@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Self
 
 from nanoengine.api.chat_rules import ChatRules
 from nanoengine.api.engine_thread import EngineThread
 from nanoengine.api.mailbox import Mailbox
 from nanoengine.engine.output_processor import RequestState
-from nanoengine.errors import RequestError, without_our_lines
+from nanoengine.errors import EngineError, RequestError, without_our_lines
 from nanoengine.outputs import RequestOutput, StreamDelta
 
 
@@ -89,11 +90,16 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
         self._engine.leave(self._mailbox)
 
     def close(self) -> None:
-        """End the request unless it has ended; closing twice is fine."""
+        """End the request unless it has ended; closing twice is fine. A task that waits for its
+        output, or comes later, gets an EngineError.
+        """
         self._ready.clear()
         if not self._mailbox.is_done:
             self._mailbox.is_done = True
-            self._engine.leave(self._mailbox)
+            if self._engine.leave(self._mailbox):
+                self._mailbox.put([], EngineError("the stream was closed"))
+                with suppress(RuntimeError):  # the loop is closed
+                    self._mailbox.wake()
 
     async def __anext__(self) -> StreamDelta:
         if not self._ready:
@@ -109,4 +115,5 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        if not self._mailbox.is_done:  # on any thread; nobody waits
+            self._engine.leave(self._mailbox)

@@ -92,14 +92,17 @@ class EngineThread:
             if self._is_closed:
                 raise self._refusal()
 
-    def leave(self, mailbox: Mailbox) -> None:
-        """End a request whose caller is gone."""
+    def leave(self, mailbox: Mailbox) -> bool:
+        """End a request whose caller is gone; False in a forked process, which has no such thread
+        and may find every lock held.
+        """
         if not self._home.is_here:
-            return
+            return False
         with self._changed:
             if not self._is_closed:
                 self._posted.append(mailbox)
                 self._changed.notify()
+        return True
 
     def stop(self) -> None:
         """End the thread and wait for its end; a forked process has no such thread. A signal

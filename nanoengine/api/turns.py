@@ -64,9 +64,8 @@ class Turns:
         self._is_closing = True
         owner = threading.get_ident()
         if self._owner != owner:
-            self._lock.acquire()
-            self._owner = owner
-            self._let_go()
+            with self._lock:
+                self._let_go(owner)
 
     def begin(self) -> None:
         """Begin the calling thread's turn. Raises EngineClosedError, ForkedProcessError, or
@@ -99,38 +98,48 @@ class Turns:
             self._abort(request_ids)
 
     def fail(self, error: BaseException) -> None:
-        """A step of the calling thread's turn raised this: if it left something half done, the
-        engine is closed at the end of the turn.
+        """The calling thread's turn raised this: if it left something half done, the engine is
+        closed at the end of the turn.
         """
         if not self.is_whole():
             self._failure, self._is_closing = error, True
 
     def end(self) -> None:
         """End the calling thread's turn, and close or abort as requested meanwhile."""
-        self._let_go()
+        try:
+            self._let_go(threading.get_ident())
+        finally:
+            self._lock.release()
         self._catch_up()
 
     def _catch_up(self) -> None:
         """Close or abort as requested, unless the lock is held: who holds it does so."""
         owner = threading.get_ident()
         while self._is_behind and self._owner != owner and self._lock.acquire(blocking=False):
-            self._owner = owner
-            self._let_go()
+            try:
+                self._let_go(owner)
+            finally:
+                self._lock.release()
 
     @property
     def _is_behind(self) -> bool:
         return bool(self._abandoned) or (self._is_closing and not self._is_closed)
 
-    def _let_go(self) -> None:
-        """Close or abort as requested, and release the lock."""
+    def _let_go(self, owner: int) -> None:
+        """Close or abort as requested, as the last thing before the lock is released."""
         try:
+            self._owner = owner
             self._abort_abandoned()
-            if self._is_closing:
-                self._close()
-                self._is_closed = True
+        except BaseException as error:
+            self.fail(error)
+            raise
         finally:
-            self._owner, self._is_turn = None, False
-            self._lock.release()
+            try:
+                if self._is_closing:
+                    self._close()
+                    self._is_closed = True
+            finally:
+                self._owner, self._is_turn = None, False
 
     def _abort_abandoned(self) -> None:
         while self._abandoned:
@@ -167,8 +176,10 @@ class Turn:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
+            if error is not None:
+                self._turns.fail(error)
             self._turns.end()
         finally:
             self._let_through()
@@ -183,9 +194,6 @@ class Turn:
         self._may_break = True
         try:
             return step()
-        except BaseException as error:
-            self._turns.fail(error)
-            raise
         finally:
             self._may_break = False
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from nanoengine import SamplingParams, StreamDelta
+from nanoengine.cli.interrupts import ended_by_ctrl_c
 from nanoengine.config.engine import EngineConfig
 from nanoengine.text.tokenizer_files import check_tokenizer_is_there
 
@@ -163,7 +164,8 @@ def open_model(config: EngineConfig, sampling: dict[str, Any], is_quiet: bool) -
     start = time.perf_counter()
     if not is_quiet:
         print(f"loading {config.model} ...", file=sys.stderr, flush=True)
-    from nanoengine import LLM  # imports torch, which takes a second
+    with ended_by_ctrl_c():
+        from nanoengine import LLM  # imports torch, which takes a second
 
     settings = asdict(config)
     with LLM(settings.pop("model"), **settings) as llm:

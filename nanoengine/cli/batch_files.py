@@ -171,7 +171,9 @@ class AnswerFile:
     def add(
         self, line: Line, response: dict[str, Any] | None, error: dict[str, str] | None
     ) -> None:
-        """Write an answer: a response, an error, or both for a request that was refused."""
+        """Write an answer: a response, an error, or both for a request that was refused. Raises
+        BatchFileError if the disk takes no more.
+        """
         row = {
             "id": line.id,
             "custom_id": line.custom_id,
@@ -179,8 +181,14 @@ class AnswerFile:
             "error": error,
         }
         data = json.dumps(row).encode() + b"\n"
-        while data:  # a disk that is nearly full takes a part
-            data = data[self._file.write(data) :]
+        try:
+            while data:  # a disk that is nearly full takes a part
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            raise BatchFileError(
+                f"cannot write to {self._path} after {len(self.done)} answers: {error.strerror}; "
+                "make room there, and the same command goes on"
+            ) from error
         self.done.add(line.id)
         self.num_failed += error is not None
 

@@ -101,6 +101,7 @@ class Conversation:
         """Stream the answer; Ctrl-C ends it, and what came of it stays in the conversation."""
         system = [{"role": "system", "content": self._system}] if self._system else []
         pieces: list[str] = []
+        end = ""
         self._last = Statistics()
         try:
             with self._model.stream([*system, *self._messages]) as stream:
@@ -112,12 +113,13 @@ class Conversation:
                     pieces.append(delta.text)
                     print(delta.text, end="", flush=True)
         except KeyboardInterrupt:
-            print(" [ended]", end="")
-        print(flush=True)
+            end = " [ended]"
+        # Before anything is printed: another Ctrl-C must not leave a question without its answer.
+        self._messages.append({"role": "assistant", "content": "".join(pieces)})
+        print(end, flush=True)
         self._last.cut = self._model.what_cut(self._last)
         if self._last.cut:
             self._model.say(self._last.cut)
-        self._messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
 def read_message() -> str | None:

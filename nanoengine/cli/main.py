@@ -19,12 +19,14 @@ from typing import Any, NoReturn
 import nanoengine
 from nanoengine.bench.workload import count
 from nanoengine.cli.flags import add_engine_flags, add_sampling_flags
+from nanoengine.cli.interrupts import ended_by_ctrl_c
 from nanoengine.cli.usage import UsageError, unknown_command, unknown_flag
 from nanoengine.config.engine import MAX_GIB
 from nanoengine.devices.logs import LEVELS, LOG_LEVEL, long_work_shown, show_logs
 from nanoengine.errors import TRACEBACK, EngineError
 
 FAILED, MISUSED = 1, 2
+STDERR = 2  # its number
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 # Commands whose arguments are those of a program in nanoengine.bench.
 DOORS = {
@@ -51,6 +53,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    _open_missing_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # of a terminal that lacks a letter: show a ?
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -65,18 +68,34 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         return _fail(error, MISUSED)
     except KeyboardInterrupt:
+        if argv is None:  # a further one while Python ends is no error either
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         return INTERRUPTED
     except BrokenPipeError:
         # What is left in the buffer has no reader: Python would complain when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
-    except (EngineError, OSError) as error:
+    except EngineError as error:
         return _fail(error, FAILED)
+    except OSError as error:
+        return _fail(_unwritten(error), FAILED)
     except Exception as error:
         if os.environ.get(TRACEBACK):
             raise
         reason = f"unexpected {type(error).__name__}: {error}"
         return _fail(RuntimeError(f"{reason} ({TRACEBACK}=1 shows where)"), FAILED)
+
+
+def _open_missing_streams() -> None:
+    """Give a process that was started without stdin, stdout or stderr empty ones. Otherwise the
+    next files get their numbers, and what libraries print goes into those.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until Python ends
 
 
 def _run(argv: list[str]) -> int:
@@ -92,9 +111,9 @@ def _run(argv: list[str]) -> int:
     if args.log_level:
         show_logs(args.log_level)
     name = args.command.replace("-", "_")
-    run: Callable[[argparse.Namespace], int] = getattr(
-        import_module(f"nanoengine.cli.{name}"), name
-    )
+    with ended_by_ctrl_c():
+        module = import_module(f"nanoengine.cli.{name}")
+    run: Callable[[argparse.Namespace], int] = getattr(module, name)
     return run(args)
 
 
@@ -108,6 +127,16 @@ def _run_door(name: str, argv: list[str]) -> int:
     from nanoengine.bench.ruler import main as ruler
 
     return ruler(argv, "nanoengine ruler", Parser)
+
+
+def _unwritten(error: OSError) -> OSError:
+    """The error, or a better one if it is stdout's, which names no file."""
+    try:
+        print(end="", flush=True)  # what could not be written is still there
+    except OSError as again:
+        where = "make room where stdout goes, or direct it elsewhere"
+        return OSError(f"the output cannot be written: {again.strerror}; {where}")
+    return error
 
 
 def _fail(error: Exception, status: int) -> int:

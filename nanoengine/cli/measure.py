@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import nanoengine
+from nanoengine.cli.interrupts import ended_by_ctrl_c
 from nanoengine.devices.cpu import processor_name
 from nanoengine.devices.waiting import WaitingShare
 from nanoengine.errors import EngineError
@@ -92,10 +93,11 @@ def measure_speed(machine: str, device: str, num_threads: int | None) -> Machine
 
 def _measured(shape: dict[str, Any], settings: dict[str, Any]) -> _Measured:
     """Decode steps of this shape, medians of NUM_TRIES."""
-    from nanoengine import LLM  # imports the engine, which takes seconds
-    from nanoengine.loading.model_config import read_model_config
-    from nanoengine.startup import probe
-    from nanoengine.startup.weight_bytes import bytes_of_numbers
+    with ended_by_ctrl_c():
+        from nanoengine import LLM  # imports the engine, which takes seconds
+        from nanoengine.loading.model_config import read_model_config
+        from nanoengine.startup import probe
+        from nanoengine.startup.weight_bytes import bytes_of_numbers
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")

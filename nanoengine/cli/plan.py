@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanoengine.cli.flags import engine_config
+from nanoengine.cli.interrupts import ended_by_ctrl_c
 from nanoengine.cli.usage import UsageError
 from nanoengine.config.engine import GIB, EngineConfig, in_gib
 from nanoengine.startup.bars import Bar, Part
@@ -44,8 +45,9 @@ def plan(args: argparse.Namespace) -> int:
             "--context, or raise --max-model-len"
         )
     # torch, which the arithmetic names dtypes with, takes a second to import.
-    from nanoengine.loading.find_model import read_codes_of, read_config_of
-    from nanoengine.startup.forecast import Forecaster
+    with ended_by_ctrl_c():
+        from nanoengine.loading.find_model import read_codes_of, read_config_of
+        from nanoengine.startup.forecast import Forecaster
 
     model = read_config_of(config.model)
     machine = _machine(args, _measured(args, config), config)

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from nanoengine.cli.flags import PREFIX, add_flag, engine_config
+from nanoengine.cli.interrupts import ended_by_ctrl_c
 from nanoengine.cli.usage import UsageError
 from nanoengine.devices.logs import LOG_LEVEL, show_logs
 from nanoengine.errors import ConfigError
@@ -88,7 +89,8 @@ def serve(args: argparse.Namespace) -> int:
     with ExitStack() as started:
         listener = started.enter_context(listen(options.host, options.port))
         say(f"loading {config.model} ...")
-        with ThreadPoolExecutor(1) as thread:  # import the HTTP libraries while weights are packed
+        # The HTTP libraries are imported while weights are packed.
+        with ended_by_ctrl_c(), ThreadPoolExecutor(1) as thread:
             library = thread.submit(import_module, "nanoengine.serving.server")
             engine = _loaded(asdict(config), options, started)
             server = library.result()

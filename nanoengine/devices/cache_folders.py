@@ -54,9 +54,14 @@ def is_private(folder: Path) -> bool:
 
 def replace_file(path: Path, text: str) -> None:
     """Write a file of which nobody sees half, and which may be there already. Raises OSError."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(handle, "w") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 def _user() -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import platform
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
 import time
@@ -105,7 +108,12 @@ def build_library(folder: Path, extra_cflags: tuple[str, ...] = (), source: Path
 
 def _remove_old(folder: Path) -> None:
     """Remove libraries that nobody used for long, and what killed compilers left."""
-    times = {path: path.stat().st_mtime for path in folder.iterdir() if path.is_file()}
+    times: dict[Path, float] = {}
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # another process is compiling, too
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                times[path] = status.st_mtime
     libraries = sorted((path for path in times if path.suffix == ".so"), key=times.__getitem__)
     recent = libraries[-_KEPT_LIBRARIES:]
     for path, used in times.items():
@@ -154,16 +162,32 @@ def _compile(command: list[str], source: Path, target: Path) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
-def _run(command: list[str], folder: Path | None = None) -> bytes:
-    """folder: for the program's own temporary files."""
-    environment = None if folder is None else os.environ | {"TMPDIR": str(folder)}
+def _run(command: list[str], folder: Path) -> None:
+    """Run a compiler; folder: for its own temporary files. Raises KernelBuildError, and OSError if
+    it found no room there.
+    """
+    environment = os.environ | {"TMPDIR": str(folder), "LC_ALL": "C"}
     try:
-        done = subprocess.run(
-            command, capture_output=True, timeout=_BUILD_TIMEOUT_S, env=environment, check=False
-        )
+        # A group of its own: gcc has children, which would go on when it is killed.
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            process_group=0,
+        ) as process:
+            try:
+                told = process.communicate(timeout=_BUILD_TIMEOUT_S)[1].decode(errors="replace")
+            except BaseException:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"cannot run {command[0]}: {error}") from error
-    if done.returncode != 0:
-        tail = done.stderr.decode(errors="replace").strip()[-2000:]
-        raise KernelBuildError(f"{command[0]} failed with status {done.returncode}: {tail}")
-    return done.stdout
+    for code in (errno.ENOSPC, errno.EDQUOT):
+        if process.returncode != 0 and os.strerror(code) in told:
+            raise OSError(code, os.strerror(code))
+    if process.returncode != 0:
+        tail = told.strip()[-2000:]
+        raise KernelBuildError(f"{command[0]} failed with status {process.returncode}: {tail}")

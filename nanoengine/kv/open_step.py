@@ -49,12 +49,10 @@ class OpenStep:
         self._memory = memory
         self._planner = planner
         self._heat = heat
-        self._counters = memory.counters
         self._before = replace(memory.counters)
         self.num_padding = planned.plan.num_padding
         self.num_rows = planned.plan.num_rows or len(batch.items) + self.num_padding
-        run = memory.start(planned.plan.transfers)
-        self.kv = StepKV.open(planned.plan, memory, run)
+        self.kv = StepKV.open(planned.plan, memory, memory.start(planned.plan.transfers))
 
     @property
     def block_mass(self) -> Tensor | None:
@@ -96,16 +94,19 @@ class OpenStep:
         """Every layer has stored its keys and values and replaced its states: set the lengths of
         the written blocks. They may now go to the host, and a step that begins ahead finds them.
         """
-        for write in self._planned.writes:
-            write.block.num_tokens = max(write.block.num_tokens, write.offset + write.num_tokens)
-        self._planner.states.end(self._batch)
-        self._heat.end()
+        with self._planner.blocks.at_once():
+            for write in self._planned.writes:
+                written = write.offset + write.num_tokens
+                write.block.num_tokens = max(write.block.num_tokens, written)
+            self._planner.states.end(self._batch)
+            self._heat.end()
 
     def close(self) -> None:
         """Wait for copies under way; must be called whether the step succeeded or not."""
-        if not self.kv.finish():
-            self._planned.placement.undo_loads()
-        streamed, before, now = self._planned.streamed, self._before, self._counters
+        with self._planner.blocks.at_once():
+            if not self.kv.finish():
+                self._planned.placement.undo_loads()
+        streamed, before, now = self._planned.streamed, self._before, self._memory.counters
         for metrics in streamed:
             metrics.num_stalls += now.num_stalls - before.num_stalls
             metrics.num_prefetch_hits += now.num_prefetch_hits - before.num_prefetch_hits

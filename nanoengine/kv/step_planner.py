@@ -86,12 +86,11 @@ class StepPlanner:
         """locate: host slot -> (segment of the host pool, place in it); None without a host tier.
         padding: None: no step is padded.
         """
-        self.states = states
+        self.states, self.blocks = states, blocks
         self._spec = spec
         self._least_run, self._read_bytes = spec.least_run, spec.read_bytes
         self._loads = spec.load_bytes // spec.block_size  # bytes of a token
         self._stores = spec.host_block_bytes // spec.block_size
-        self._blocks = blocks
         self._locate = locate
         self._padding = padding or StepPadding()
 
@@ -186,7 +185,7 @@ class StepPlanner:
     def _place(
         self, batch: ScheduledBatch, tables: Mapping[int, BlockTable], written: Iterable[Block]
     ) -> Placement:
-        placement = Placement(self._blocks, self._step_tables(batch, tables))
+        placement = Placement(self.blocks, self._step_tables(batch, tables))
         placement.place(list(dict.fromkeys(written)))
         if self._spec.slot_blocks:
             placement.promote()

@@ -30,7 +30,13 @@ from nanoengine import (
 from nanoengine.api.engine_thread import EngineThread
 from nanoengine.engine import completion
 from nanoengine.engine.output_processor import RequestState
-from nanoengine.errors import EngineClosedError, ModelNotFoundError, RequestError, TransferError
+from nanoengine.errors import (
+    EngineClosedError,
+    EngineError,
+    ModelNotFoundError,
+    RequestError,
+    TransferError,
+)
 from nanoengine.text.tokenizer import Tokenizer
 
 BLOCK = 4
@@ -248,6 +254,24 @@ def test_a_stream_that_is_failed_raises_that(shared: AsyncLLM, is_whole: bool) -
         stream.fail(KeyError("why"))
         with pytest.raises(KeyError, match="why"):
             await reading
+        await assert_idle(shared)
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_who_reads_a_stream_that_is_closed_does_not_wait_for_ever(
+    shared: AsyncLLM, is_early: bool
+) -> None:
+    async def work() -> None:
+        stream = await shared.stream("closed", LONG)
+        if is_early:
+            stream.close()
+        reading = asyncio.ensure_future(stream.whole())
+        await asyncio.sleep(0.01)
+        stream.close()
+        with pytest.raises(EngineError, match="the stream was closed"):
+            await asyncio.wait_for(reading, 20)
         await assert_idle(shared)
 
     run(work())

@@ -20,7 +20,7 @@ from driver import assert_all_free
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.api.async_llm import AsyncLLM
-from nanoengine.api.turns import Turns
+from nanoengine.api.turns import Turn, Turns
 from nanoengine.devices.copy_streams import WorkerStream
 from nanoengine.errors import (
     EngineClosedError,
@@ -28,6 +28,7 @@ from nanoengine.errors import (
     ForkedProcessError,
     OutOfMemoryError,
 )
+from nanoengine.kv.step_kv import StepKV
 
 Tiny = Callable[[str], Path]
 Threads = Callable[[], set[threading.Thread]]
@@ -225,6 +226,54 @@ def test_closing_where_the_lock_is_just_taken_or_still_held(when: str, call: str
         turns.begin()
 
 
+@pytest.mark.parametrize("call", ["close", "abandon", "turn"])
+def test_no_memory_where_the_lock_is_held_does_not_leave_it_held(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python needs memory for the call itself."""
+    called, let_go, is_first = Called(), Turns._let_go, [True]
+    turns = called.turns
+
+    def use() -> None:
+        turns.begin()
+        turns.end()
+
+    def no_memory(self: Turns, *rest: Any) -> None:
+        if is_first:
+            is_first.clear()
+            raise MemoryError
+        let_go(self, *rest)
+
+    monkeypatch.setattr(Turns, "_let_go", no_memory)
+    calls = {"close": turns.close, "abandon": lambda: turns.abandon(1), "turn": use}
+    with pytest.raises(MemoryError):
+        calls[call]()
+    assert ends(turns.close) and called.num_closed == 1
+
+
+@pytest.mark.parametrize("call", ["abandon", "turn"])
+def test_an_abort_that_is_cut_in_half_closes_the_engine(call: str) -> None:
+    """A stream is dropped, and memory runs out while its blocks are released."""
+    wholes = [True]
+
+    def no_memory() -> None:
+        wholes[0] = False
+        raise MemoryError("blocks")
+
+    called = Called(no_memory)
+    turns = called.turns
+    turns.is_whole = lambda: wholes[0]
+    with pytest.raises(MemoryError):
+        if call == "abandon":
+            turns.abandon(1)
+        else:
+            with Turn(turns):
+                no_memory()
+    assert called.num_closed == 1
+    with pytest.raises(EngineClosedError, match="failed and was closed: MemoryError"):
+        turns.begin()
+
+
 def test_a_call_waits_while_another_thread_ends_an_abandoned_request() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
@@ -314,20 +363,24 @@ def test_a_second_ctrl_c_breaks_the_step_and_a_third_does_not_break_the_cleaning
     assert_all_free(engine)
 
 
+@pytest.mark.parametrize("where", ["schedule", "finish", "end"])
 @pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_does_not_cut_bookkeeping_in_half(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    engine, schedule, went_on = llm.llm_engine, llm.llm_engine.scheduler.schedule, []
+    """In the scheduler, where a step waits for its copies, and where it counts what was written."""
+    engine, went_on = llm.llm_engine, []
+    part = {"schedule": engine.scheduler, "finish": StepKV, "end": engine.kv._heat}[where]
+    work = getattr(part, where)
 
-    def impatient() -> Any:
+    def impatient(*given: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         went_on.append(1)
-        return schedule()
+        return work(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "schedule", impatient)
+        patch.setattr(part, where, impatient)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("a", GREEDY, use_tqdm=False)
     assert went_on == [1] and not engine.has_unfinished_requests
@@ -360,6 +413,19 @@ def test_a_step_that_fails_in_its_bookkeeping_closes_the_engine(
             call()
     assert not our_threads()
     llm.close()
+
+
+def test_a_snapshot_that_fails_closes_the_engine(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count as taken, and later requests would go on from what lay in its place."""
+    with LLM(tiny("qwen3.5"), **SETTINGS) as llm:
+        monkeypatch.setattr(llm.llm_engine.kv.memory, "save_state", refused_memory)
+        with pytest.raises(OutOfMemoryError, match="host memory"):
+            llm.generate([LONG], GREEDY, use_tqdm=False)
+        monkeypatch.undo()
+        with pytest.raises(EngineClosedError, match="failed and was closed: OutOfMemoryError"):
+            llm.generate([LONG], GREEDY, use_tqdm=False)
 
 
 def in_fork(function: Callable[[], bool]) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from marks import needs_compiler
@@ -180,4 +182,70 @@ def test_an_engine_starts_without_home_and_without_any_folder(
     )
     assert done.returncode == 0, done.stderr
     assert "no folder for compiled kernels can be written" in done.stdout
+    assert not any(tmp_path.iterdir())
+
+
+def compiler(folder: Path, lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that is this program of a shell."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{lines}\n")
+    path.chmod(0o700)
+    monkeypatch.setenv("CC", str(path))
+
+
+@needs_compiler
+def test_a_disk_that_the_compiler_finds_full_is_passed_over(
+    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, last = tmp_path / "full", tmp_path / "last"
+    last.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(full))
+    monkeypatch.setattr("tempfile.tempdir", str(last))
+    told = 'echo "error writing to x.s: No space left on device" >&2; exit 1'
+    compiler(tmp_path, f'case "$TMPDIR" in {full}/*) {told};; esac; exec gcc "$@"', monkeypatch)
+    assert c_build.load_library(answer_source(tmp_path)).answer() == 42
+    assert not any(path.is_file() for path in full.rglob("*"))
+
+
+def test_a_compiler_that_takes_too_long_ends_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gcc does not end those that compile for it when it is killed."""
+    monkeypatch.setattr(c_build, "_BUILD_TIMEOUT_S", 0.5)
+    compiler(tmp_path, f"sleep 60 & echo $! > {tmp_path}/child; wait", monkeypatch)
+    with pytest.raises(c_build.KernelBuildError, match="timed out"):
+        c_build.build_library(tmp_path, source=answer_source(tmp_path))
+    state = Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    end = time.monotonic() + 10
+    while state.exists() and state.read_text().split()[2] != "Z":  # nobody may wait for it here
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@needs_compiler
+def test_files_of_another_compiler_may_vanish_at_any_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, look = tmp_path / "kernels", Path.stat
+    folder.mkdir()
+    (folder / "cc1.s").touch()
+
+    def look_once(self: Path, **rest: Any) -> os.stat_result:
+        found = look(self, **rest)
+        if self.name == "cc1.s":
+            self.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "stat", look_once)
+    assert c_build.build_library(folder, source=answer_source(tmp_path)).exists()
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            cache_folders.replace_file(tmp_path / "file", "x" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not any(tmp_path.iterdir())

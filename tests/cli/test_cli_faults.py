@@ -1,0 +1,152 @@
+"""The command line where streams are missing, disks are full, and Ctrl-C comes at a bad time."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nanoengine.cli import answers, serve
+from nanoengine.cli.batch_files import AnswerFile, BatchFileError, read_lines, survey
+from nanoengine.cli.chat import Conversation
+from nanoengine.cli.main import FAILED, main
+from nanoengine.errors import EngineError
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ["--num-threads", "1", "--dtype", "float32", "--max-tokens", "4"]
+
+
+def test_a_full_disk_behind_stdout_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["--version"]) == FAILED
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space left"):
+            full.close()
+    told = capsys.readouterr().err
+    assert told.startswith("error: the output cannot be written: No space left on device; make")
+
+
+def test_files_do_not_take_the_numbers_of_missing_streams(tmp_path: Path) -> None:
+    """What a library prints would go into the answers of a batch."""
+    told = tmp_path / "told"
+    program = (
+        "import sys; from nanoengine.cli.main import main; main(['--version'])\n"
+        f"file = open({str(told)!r}, 'w'); print(file.fileno(), sys.stdin.read(), file=file)"
+    )
+    command = f'exec {sys.executable} -c "$1" <&- >&- 2>&-'
+    subprocess.run(["sh", "-c", command, "sh", program], cwd=ROOT, check=True, timeout=60)
+    assert int(told.read_text()) > 2
+
+
+def test_a_chat_without_stdin_ends(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["chat", str(tiny("qwen3")), *FLAGS]) == 0
+
+
+class Interrupted:
+    """A model whose answers are interrupted after a word."""
+
+    def stream(self, messages: list[dict[str, str]]) -> Any:
+        roles = [message["role"] for message in messages]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
+        return nullcontext(SimpleNamespace(request=SimpleNamespace(prompt_token_ids=[1])))
+
+    def deltas(self, _: object) -> Iterator[Any]:
+        yield SimpleNamespace(text="word", token_ids=[1], finish_reason=None)
+        raise KeyboardInterrupt
+
+    def what_cut(self, _: object) -> str:
+        return ""
+
+
+def test_a_second_ctrl_c_leaves_no_question_without_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many templates refuse two questions in a row: the chat could not go on."""
+    talk = Conversation(Interrupted(), None)  # type: ignore[arg-type]
+    is_impatient = True
+
+    def write(text: str) -> int:
+        if is_impatient and "ended" in text:
+            raise KeyboardInterrupt
+        return len(text)
+
+    monkeypatch.setattr(sys.stdout, "write", write)
+    with pytest.raises(KeyboardInterrupt):
+        talk.take("Hello")
+    is_impatient = False
+    talk.take("Hello again")
+
+
+@contextmanager
+def files_of(num_bytes: int) -> Iterator[None]:
+    """Files of this process may have so many bytes, as if the disk were full then."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_batch_goes_on_after_its_disk_was_full(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    row = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    source.write_text("".join(json.dumps({"custom_id": f"{n}", **row}) + "\n" for n in range(9)))
+    ids = survey(source).ids
+    with AnswerFile(target, ids) as file, files_of(1000):
+        match = r"out.jsonl after \d answers: File too large; make room there, and the same command"
+        with pytest.raises(BatchFileError, match=match):
+            for line in read_lines(source):
+                file.add(line, {"body": "x" * 100}, None)
+    assert target.stat().st_size == 1000  # the last line is torn
+    with AnswerFile(target, ids) as file:
+        assert 0 < len(file.done) < 9
+        for line in read_lines(source):
+            if line.id not in file.done:
+                file.add(line, {"body": "x" * 100}, None)
+    found = [json.loads(line)["custom_id"] for line in target.read_text().splitlines()]
+    assert found == [f"{n}" for n in range(9)]
+
+
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_ctrl_c_within_imports_raises_nothing(
+    command: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a callback of an import it would be lost, and imports of other threads would never end."""
+    handlers: list[Any] = []
+
+    class Imported:
+        def __getattr__(self, name: str) -> Any:
+            handlers.append(signal.getsignal(signal.SIGINT))
+            raise EngineError("that is enough")
+
+    def loaded(*_: object) -> Any:
+        return Imported().LLM
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if command == "run":
+            monkeypatch.setitem(sys.modules, "nanoengine", Imported())
+            monkeypatch.setattr(answers, "check_tokenizer_is_there", lambda _: None)
+        monkeypatch.setattr(serve, "_loaded", loaded)
+        argv = [command, str(tiny("qwen3")), *(["x"] if command == "run" else ["--port", "0"])]
+        assert main(argv) == FAILED
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert handlers and all(handler is signal.SIG_DFL for handler in handlers)
