@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 
 from nanoengine.config.engine import GIB, make_config
 from nanoengine.config.model import ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
+from nanoengine.loading.stored_weights import StoredWeights
+from nanoengine.models.make_codes import EMBEDDINGS
 from nanoengine.startup.forecast import Forecast, Forecaster, Hardware
 from nanoengine.startup.plan import gib_up
-from nanoengine.startup.weight_bytes import CodeCounts
+from nanoengine.startup.weight_bytes import layer_matrices
 
 # Name -> GiB of memory, GB/s at which it is read.
 CARDS = {"16 GB": (16, 500.0), "24 GB": (24, 900.0)}
@@ -88,8 +90,21 @@ QWEN3_6_27B = ModelConfig(
     rope=RopeConfig(10000000.0),
     recurrent=RecurrentConfig(tuple(i for i in range(64) if i % 4 != 3), 16, 48, 128, 128, 4),
 )
-# llama.cpp's Q4_K_M: v and down of every other layer are Q6_K, and so is the head.
-Q4_K_M: CodeCounts = {"layers": {"Q4_K": 85, "Q6_K": 15}, "ends": {"Q4_K": 1, "Q6_K": 1}}
+
+
+def q4_k_m(model: ModelConfig) -> StoredWeights:
+    """As llama.cpp's Q4_K_M has a model: v and down of about half of the layers are Q6_K, and so is
+    the head; what is qkv in one is Q5_K.
+    """
+    num, forms = model.num_layers, {EMBEDDINGS: "Q4_K", "lm_head.weight": "Q6_K"}
+    for name in layer_matrices(model):
+        layer = int(name.split(".")[2])
+        is_at_an_end = layer < num // 8 or layer >= 7 * num // 8
+        has_more_bits = is_at_an_end or (layer - num // 8) % 3 == 2
+        is_one = name.endswith(("v_proj.weight", "down_proj.weight"))
+        usual = "Q5_K" if name.endswith("_qkv.weight") else "Q4_K"
+        forms[name] = "Q6_K" if is_one and has_more_bits else usual
+    return StoredWeights(forms, is_gguf=True)
 
 
 @dataclass(frozen=True)
@@ -99,17 +114,17 @@ class Model:
     name: str
     shape: ModelConfig
     cards: tuple[str, ...]
-    codes: CodeCounts | None = None
+    is_gguf: bool = False
     contexts: tuple[int, ...] = CONTEXTS
 
 
 ROWS = (
     Model("Llama 3.2 3B, bfloat16", LLAMA_3B, ("16 GB",)),
-    Model("Llama 3.1 8B, Q4_K_M", LLAMA_8B, ("16 GB", "24 GB"), Q4_K_M),
+    Model("Llama 3.1 8B, Q4_K_M", LLAMA_8B, ("16 GB", "24 GB"), True),
     Model("gpt-oss 20B, MXFP4", GPT_OSS_20B, ("16 GB", "24 GB")),
     Model("Llama 3.1 8B, bfloat16", LLAMA_8B, ("24 GB",)),
-    Model("Qwen3 30B-A3B, Q4_K_M", QWEN3_30B_A3B, ("24 GB",), Q4_K_M),
-    Model("Qwen3.6 27B, Q4_K_M", QWEN3_6_27B, ("24 GB",), Q4_K_M, (*CONTEXTS, 262_144)),
+    Model("Qwen3 30B-A3B, Q4_K_M", QWEN3_30B_A3B, ("24 GB",), True),
+    Model("Qwen3.6 27B, Q4_K_M", QWEN3_6_27B, ("24 GB",), True, (*CONTEXTS, 262_144)),
 )
 
 
@@ -139,10 +154,10 @@ def forecast(card: str, model: Model, context: int, kv_dtype: str | None = None)
     """What the plan says of a model on a card."""
     gib, read_gb_per_s = CARDS[card]
     hardware = Hardware(gib * GIB, RAM_GIB * GIB, read_gb_per_s, LINK_GB_PER_S)
-    quantization = "gguf" if model.codes else None
-    settings = {"quantization": quantization, "kv_offload_dtype": kv_dtype}
+    stored = q4_k_m(model.shape) if model.is_gguf else None
+    settings = {"quantization": "gguf" if stored else None, "kv_offload_dtype": kv_dtype}
     config = make_config("shapes", settings)
-    made = Forecaster(config, model.shape, hardware, model.codes).forecast(context)
+    made = Forecaster(config, model.shape, hardware, stored).forecast(context)
     assert not made.refusal, made.refusal
     return made
 

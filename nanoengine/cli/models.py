@@ -68,7 +68,8 @@ def _fit(model: Any) -> tuple[int | None, str]:
     from nanoengine.startup.forecast import Forecaster
 
     try:
-        made = Forecaster(EngineConfig(model.name), model.config, _machine()).forecast(None)
+        config = EngineConfig(model.name)
+        made = Forecaster(config, model.config, _machine(), model.weights).forecast(None)
     except OutOfMemoryError as error:
         return None, str(error)
     return made.longest, ""

@@ -46,15 +46,16 @@ def plan(args: argparse.Namespace) -> int:
         )
     # torch, which the arithmetic names dtypes with, takes a second to import.
     with ended_by_ctrl_c():
-        from nanoengine.loading.find_model import read_codes_of, read_config_of
+        from nanoengine.loading.find_model import read_config_of
+        from nanoengine.loading.stored_weights import read_stored
         from nanoengine.startup.forecast import Forecaster
 
     model = read_config_of(config.model)
     machine = _machine(args, _measured(args, config), config)
     if config.enable_cpu_offload and not machine.hardware.gpu_bytes:
         machine.assumed.append("KV offload is left out: a CPU has one memory")
-    codes = read_codes_of(config.model) if config.quantization in (None, "gguf") else {}
-    made = Forecaster(config, model, machine.hardware, codes).forecast(args.context)
+    stored = read_stored(config.model, model)
+    made = Forecaster(config, model, machine.hardware, stored).forecast(args.context)
     if args.json:
         print(json.dumps(_row(args, made, machine), indent=2))
     else:

@@ -188,6 +188,16 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What a quantization_config lists: entries: the modules that stayed numbers; only: those that
+    alone did not, () for all. See loading/left_out.py.
+    """
+
+    entries: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LayerShape:
     """What may differ from layer to layer.
 
@@ -219,12 +229,12 @@ class ModelConfig:
     bare_layers: those without a feed-forward. shapes: of each layer where they differ, else (); see
     `shape`. layer_input_size: of the vector that each layer gets of a token id; 0: none. codes: a
     key of stored_codes.FORMATS, if the checkpoint has matrices of layers (MXFP4: of experts) in it;
-    else "". not_codes: ends of the names of the projections of recurrent layers that it has as
-    numbers nevertheless. stored_dtype: of the checkpoint's numbers, as config.json says; "" if it
-    does not. latent: None: heads have keys and values of their own. has_mtp: the head for
-    multi-token prediction is part of it: a layer more with attention, number num_layers, see
-    models/mtp.py. has_qk_norm: False: it has none of the norms of q and k that others of its
-    architecture have.
+    "F32" if it has them quantised in a way of which no codes are made; else "". left_out: those
+    matrices that it has as numbers nevertheless. stored_dtype: of the checkpoint's numbers, as
+    config.json says; "" if it does not. latent: None: heads have keys and values of their own.
+    has_mtp: the head for multi-token prediction is part of it: a layer more with attention, number
+    num_layers, see models/mtp.py. has_qk_norm: False: it has none of the norms of q and k that
+    others of its architecture have.
     """
 
     architecture: str
@@ -254,7 +264,7 @@ class ModelConfig:
     shapes: tuple[LayerShape, ...] = ()
     layer_input_size: int = 0
     codes: str = ""
-    not_codes: tuple[str, ...] = ()
+    left_out: LeftOut = LeftOut()
     stored_dtype: str = ""
     latent: LatentConfig | None = None
     has_mtp: bool = False

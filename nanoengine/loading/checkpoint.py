@@ -185,6 +185,15 @@ class CheckpointReader:
         """A key of FORMATS; "" if the tensor is numbers."""
         return self._formats.get(self._parts[name].stored, "")
 
+    def form(self, name: str) -> str:
+        """How `weight` gives a tensor, as far as headers say: a key of FORMATS, or the dtype of its
+        numbers by its name in a file.
+        """
+        part = self._parts[name]
+        if part.scales:
+            return "MXFP4"
+        return self.code_format(name) or str(self._slice(part.stored).get_dtype())
+
     def dtype(self, name: str) -> torch.dtype:
         """One of `dtypes`; uint8 of codes. Raises UnsupportedModelError for other stored ones."""
         part = self._parts[name]

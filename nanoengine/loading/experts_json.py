@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -140,7 +141,19 @@ def _layer_of(content: CheckedJson, key: str, default: int) -> int:
     return default if value is None else value
 
 
-def expert_parts(config: ModelConfig, reader: CheckpointReader) -> dict[str, Part]:
+class Listing(Protocol):
+    """The tensors of a checkpoint, of which a CheckpointReader is one."""
+
+    def names(self) -> set[str]:
+        """Of all of them."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one."""
+        ...
+
+
+def expert_parts(config: ModelConfig, reader: Listing) -> dict[str, Part]:
     """Where the tensors of routers and experts lie, by the names in `weight_shapes`, if the
     checkpoint has other names for them. A tensor for all experts that is not of so many is left
     alone.
@@ -201,7 +214,7 @@ class _OfAll:
         is_packed = self.kind == "_blocks"
         return f"{self.stored.removesuffix('_blocks')}_scales" if is_packed else ""
 
-    def is_of(self, count: int, reader: CheckpointReader) -> bool:
+    def is_of(self, count: int, reader: Listing) -> bool:
         """Whether its shape is one for so many experts."""
         shape = reader.shape(self.stored)
         if self.kind != "_blocks":
@@ -209,9 +222,7 @@ class _OfAll:
         has_scales = self.scales in reader.names() and reader.shape(self.scales) == shape[:3]
         return has_scales and shape[0] == count and shape[3:] == (GROUP // 2,)
 
-    def split(
-        self, count: int, names: ExpertNames, reader: CheckpointReader
-    ) -> Iterator[tuple[str, Part]]:
+    def split(self, count: int, names: ExpertNames, reader: Listing) -> Iterator[tuple[str, Part]]:
         """The part of each expert; gate and up are halves of the rows, or take turns."""
         if self.product != "gate_up":
             rows: dict[str, Rows] = {self.product: ALL_ROWS}

@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,11 +24,10 @@ from nanoengine.loading import model_cache
 from nanoengine.loading.gguf.convert import (
     CONVERTER_VERSION,
     convert_gguf,
-    read_code_counts,
     read_gguf_config,
 )
 from nanoengine.loading.gguf.parts import names_beside
-from nanoengine.loading.hub import fetch_config, hub_folder, is_hub_id
+from nanoengine.loading.hub import cached_folder, fetch_config, hub_folder, is_hub_id
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import PACKAGED, packaged_gguf
 from nanoengine.loading.refused import about_name
@@ -68,9 +66,8 @@ def read_config_of(name: str | Path) -> ModelConfig:
         return read_model_config(path)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        if path.is_file() or str(name) in PACKAGED:
-            gguf = path if path.is_file() else packaged_gguf(str(name))
-            _check_suffix(gguf)
+        gguf = gguf_of(name)
+        if gguf is not None:
             (folder / "config.json").write_text(json.dumps(read_gguf_config(gguf)))
         elif _may_be_at_the_hub(str(name)):
             folder = fetch_config(str(name), folder)
@@ -79,12 +76,24 @@ def read_config_of(name: str | Path) -> ModelConfig:
         return read_model_config(folder)
 
 
-def read_codes_of(name: str | Path) -> dict[str, Counter[str]]:
-    """How a GGUF has its weights, see `read_code_counts`; {} of another model."""
+def gguf_of(name: str | Path) -> Path | None:
+    """The GGUF that the model of this name is; None if it is another one. Raises ModelLoadError."""
     path = _given_path(name)
-    if path.is_file() or str(name) in PACKAGED:
-        return read_code_counts(path if path.is_file() else packaged_gguf(str(name)))
-    return {}
+    if not path.is_file() and str(name) not in PACKAGED:
+        return None
+    gguf = path if path.is_file() else packaged_gguf(str(name))
+    _check_suffix(gguf)
+    return gguf
+
+
+def local_folder(name: str | Path) -> Path | None:
+    """The folder on this machine of a model that is no GGUF: the one of this name, or that in the
+    hub's cache. None: there is none.
+    """
+    path = _given_path(name)
+    if path.is_dir():
+        return path
+    return cached_folder(str(name)) if _may_be_at_the_hub(str(name)) else None
 
 
 def _may_be_at_the_hub(name: str) -> bool:

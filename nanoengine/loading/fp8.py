@@ -7,6 +7,7 @@ stay as they are: other engines round these to 8 bits, too. A scale is of the wh
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,6 +83,14 @@ class Fp8Reader(CheckpointReader):
         left_out = {name for name, each in stored.items() if each in scales}
         return {name for name in stored.keys() - left_out if not name.endswith(UNUSED)}
 
+    def form(self, name: str) -> str:
+        """As CheckpointReader.form; of scales that are too large for codes headers say nothing."""
+        if self.dtype(name) is not torch.float8_e4m3fn:
+            return super().form(name)
+        shape = self.shape(name)
+        _, _, (_, columns) = self._blocks(name, shape)
+        return "F32" if columns % GROUP or shape[1] % GROUP else "FP8"
+
     def tensor(self, name: str) -> Tensor:
         """As CheckpointReader.tensor. Raises WeightMismatchError for an FP8 weight without a scale
         or with one of another shape.
@@ -108,7 +117,16 @@ class Fp8Reader(CheckpointReader):
 
     def _scales(self, name: str, weight: Tensor) -> tuple[Tensor, tuple[int, int]]:
         """Scales of an FP8 weight, float32 with two dimensions, and the rows and columns that share
-        one. Raises WeightMismatchError.
+        one. Raises as _blocks.
+        """
+        stored, shape, shared = self._blocks(name, tuple(weight.shape))
+        return self._read(self._parts[name], stored).float().reshape(shape), shared
+
+    def _blocks(
+        self, name: str, shape: tuple[int, ...]
+    ) -> tuple[str, tuple[int, int], tuple[int, int]]:
+        """Of an FP8 weight of this shape: the name of its scales, their shape, and the rows and
+        columns that share one. Raises WeightMismatchError and UnsupportedModelError.
         """
         part = self._parts[name]
         if part.index is not None:
@@ -116,25 +134,25 @@ class Fp8Reader(CheckpointReader):
                 f"{self.folder}: {part.stored!r} holds all experts of a layer in FP8, which is not "
                 "supported; take a checkpoint with a tensor for each expert"
             )
-        if weight.dim() != 2:
+        if len(shape) != 2:
             raise UnsupportedModelError(
                 f"{self.folder}: {part.stored!r} is FP8 and no matrix, which is not supported"
             )
         names = [part.stored + suffix for suffix in SCALES if part.stored + suffix in self._file_of]
         if not names:
             raise WeightMismatchError(f"{self.folder}: {part.stored!r} is FP8 and has no scale")
-        scale = self._read(part, names[0])
-        scales = scale.float().reshape(scale.shape if scale.dim() == 2 else (-1, 1))
+        stored = tuple(self._slice(names[0]).get_shape())
+        scales = stored if len(stored) == 2 else (math.prod(stored), 1)
         rows, columns = (
             _repeats(size, num, most)
-            for size, num, most in zip(weight.shape, scales.shape, self._block, strict=True)
+            for size, num, most in zip(shape, scales, self._block, strict=True)
         )
         if rows is None or columns is None:
             raise WeightMismatchError(
-                f"{self.folder}: {names[0]!r} is {list(scale.shape)}, no scales for blocks of "
-                f"{list(self._block)} of {list(weight.shape)}"
+                f"{self.folder}: {names[0]!r} is {list(stored)}, no scales for blocks of "
+                f"{list(self._block)} of {list(shape)}"
             )
-        return scales, (rows, columns)
+        return names[0], scales, (rows, columns)
 
     def growth(self, num_bytes: int) -> str:
         """For the plan. num_bytes: of the weights in memory."""

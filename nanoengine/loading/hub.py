@@ -42,17 +42,25 @@ def fetch_config(name: str, folder: Path) -> Path:
     downloaded if it is missing there. The cache gets no model without weights. Raises
     ModelNotFoundError.
     """
-    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub import snapshot_download
 
     with _as_not_found(name):
-        cached = try_to_load_from_cache(name, "config.json")
-        if isinstance(cached, str):
-            return Path(cached).parent
+        cached = cached_folder(name)
+        if cached is not None:
+            return cached
         # Without a network it fails at once; hf_hub_download tries for 25 s.
         snapshot_download(name, allow_patterns=["config.json"], local_dir=folder)
         if not (folder / "config.json").is_file():
             raise FileNotFoundError("it has no config.json")
         return folder
+
+
+def cached_folder(name: str) -> Path | None:
+    """The folder of the model's config.json in the hub's cache; None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 @contextmanager

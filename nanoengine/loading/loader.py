@@ -18,7 +18,7 @@ import torch
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ModelLoadError
-from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
+from nanoengine.loading.checkpoint import CheckpointReader, Part, check_names, ignorable_tensors
 from nanoengine.loading.experts_json import PACKED_EXPERTS, about_packed, expert_parts
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.fp8 import Fp8Reader, fp8_block
@@ -29,11 +29,12 @@ from nanoengine.loading.packed_ints import PackedReader, packed_format
 from nanoengine.loading.short_convs import short_conv_parts
 from nanoengine.loading.wrappers import about_others, text_config
 from nanoengine.models.decoder import Decoder, Model
+from nanoengine.models.latent import held_share
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.make_codes import ENDS, becomes_codes, make_codes
 from nanoengine.models.mtp import OwnHead
 from nanoengine.models.shard import WHOLE, Shard, Sharding
-from nanoengine.models.stored_codes import NEVER_CODES, CodedWeight, Weight
+from nanoengine.models.stored_codes import NEVER_CODES, TAKEN_APART, CodedWeight, Weight
 from nanoengine.models.ungated import XIELU_SHAPES
 from nanoengine.models.weight_shapes import in_float, weight_shapes
 from nanoengine.text.checked_json import read_json
@@ -91,7 +92,7 @@ def load_model(
         shard.check(config)
     shapes, part = weight_shapes(config), shard.config(config)
     num_bytes = sum(map(math.prod, shard.shapes(shapes, config).values())) * dtype.itemsize
-    made = _FinalWeights(device, dtype, quantization == "int8", in_float(config))
+    made = _FinalWeights(config, device, dtype, quantization == "int8")
     keeps_codes = ops.takes_codes and quantization in (None, "gguf")
     if load_format == "dummy":
         dummy = DummyWeights(config, shard, device, dtype, seed)
@@ -100,12 +101,8 @@ def load_model(
         return LoadedModel(config, part, decoder, "random weights", held, made.codes, decoder.mtp)
     is_wrapped = bool(config.wrapper)
     with _open(folder, is_wrapped) as reader:
-        reader.rename(mtp_parts(config, reader.names()))
+        parts = _rename(config, reader)
         check_has_mtp(config, reader)
-        reader.rename(mixer_parts(config, reader.names()))
-        reader.rename(dict(short_conv_parts(config, reader.names())))
-        parts = expert_parts(config, reader)
-        reader.rename(parts)
         if isinstance(reader, PackedReader):
             reader.leave_out_zero_biases(shapes)
         check_names(shapes, reader, ignorable_tensors(config, reader.names()))
@@ -132,15 +129,10 @@ class _FinalWeights:
     """Gives weights the form in which they are held, and counts them."""
 
     def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        makes_codes: bool,
-        in_float: tuple[str, ...],
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, makes_codes: bool
     ) -> None:
-        """in_float: ends of the names of those in float32."""
         self._device, self._dtype, self._makes_codes = device, dtype, makes_codes
-        self._in_float = in_float
+        self._latent, self._in_float = config.latent, in_float(config)
         self.num_bytes = 0
         self.codes = Counter[str]()
 
@@ -150,7 +142,9 @@ class _FinalWeights:
             if isinstance(stored, torch.Tensor)
             else stored.to(self._device)
         )
-        self.num_bytes += weight.nbytes
+        is_padded = self._latent is not None and name.endswith(TAKEN_APART)
+        share = held_share(self._latent) if self._latent is not None and is_padded else 1
+        self.num_bytes += int(weight.nbytes * share)
         if isinstance(weight, CodedWeight):
             self.codes.update(weight.formats)
         return weight
@@ -174,6 +168,25 @@ def _open(folder: Path, is_wrapped: bool) -> CheckpointReader:
     if packed is not None:
         return PackedReader(folder, is_wrapped, packed)
     return CheckpointReader(folder, is_wrapped)
+
+
+def open_checkpoint(folder: Path, config: ModelConfig) -> CheckpointReader:
+    """The reader of a checkpoint, whose tensors have the names of `weight_shapes`. Raises
+    ModelLoadError.
+    """
+    reader = _open(folder, bool(config.wrapper))
+    _rename(config, reader)
+    return reader
+
+
+def _rename(config: ModelConfig, reader: CheckpointReader) -> dict[str, Part]:
+    """Give tensors the names of `weight_shapes`; returns the parts that are of experts."""
+    reader.rename(mtp_parts(config, reader.names()))
+    reader.rename(mixer_parts(config, reader.names()))
+    reader.rename(dict(short_conv_parts(config, reader.names())))
+    parts = expert_parts(config, reader)
+    reader.rename(parts)
+    return parts
 
 
 def _as_tied(config: ModelConfig, folder: Path, dtype: torch.dtype) -> ModelConfig:

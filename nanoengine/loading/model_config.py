@@ -33,6 +33,7 @@ from nanoengine.loading.layer_kinds import (
     recurrent_layers,
 )
 from nanoengine.loading.layer_shapes import read_shapes
+from nanoengine.loading.left_out import read_left_out
 from nanoengine.loading.mixers import (
     ATTENTION,
     MAMBA,
@@ -70,8 +71,6 @@ from nanoengine.text.tokenizer_files import read_eos_id
 MAX_LAYERS = 10_000
 MAX_FACTOR = 1e4
 FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # as of Factors
-# Keys of a quantization_config: the modules that stay as they were.
-LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers")
 
 
 def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelConfig:
@@ -127,7 +126,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         shapes=shapes,
         layer_input_size=_layer_input_size(content, architecture, vocab_size),
         codes=_codes(content.get("quantization_config")),
-        not_codes=_not_codes(content.get("quantization_config"), architecture.recurrent),
+        left_out=read_left_out(content.get("quantization_config")),
         stored_dtype=str(content.get("dtype") or content.get("torch_dtype") or ""),
         latent=latent,
         has_qk_norm="use_qk_norm" not in reads or content.flag("use_qk_norm"),
@@ -342,27 +341,11 @@ def _codes(quantised: object) -> str:
     """ModelConfig's codes."""
     packed = packed_format(quantised)
     if packed is not None:
-        return f"INT{packed.bits}" if packed.stays_codes else ""
+        return f"INT{packed.bits}" if packed.stays_codes else "F32"
     block = fp8_block(quantised)
-    if block is not None and block[1] % GROUP == 0:
-        return "FP8"
+    if block is not None:
+        return "F32" if block[1] % GROUP else "FP8"
     return "MXFP4" if quant_method(quantised) == "mxfp4" else ""
-
-
-def _not_codes(quantised: object, projections: Collection[str]) -> tuple[str, ...]:
-    """ModelConfig's not_codes. Methods list names, parts of names or patterns, which are not run:
-    an entry means what it names, and all projections if it names none. One layer stands for all.
-    """
-    lists = [quantised.get(key) for key in LEFT_OUT] if isinstance(quantised, dict) else []
-    entries = [entry for listed in lists if isinstance(listed, list) for entry in listed]
-    named = [entry for entry in entries if isinstance(entry, str) and "linear_attn" in entry]
-    rests = [entry.rpartition("linear_attn")[2] for entry in named]
-    names = [*(f"in_proj_{name}" for name in projections), "out_proj"] if projections else []
-    return tuple(
-        f"linear_attn.{name}.weight"
-        for name in names
-        if any(name in rest or not any(map(str.isalpha, rest)) for rest in rests)
-    )
 
 
 def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:

@@ -137,12 +137,17 @@ class PackedIntegers:
         scales = self.scales.half()
         if len(self.groups) % BLOCK or not torch.equal(scales.float(), self.scales.float()):
             return None
-        groups = self.groups.view(-1, BLOCK)
-        if not torch.equal(groups, groups[:, :1].expand_as(groups)):
+        if not _has_blocks(self.groups):
             return None
-        codes = self.integers.T.reshape(-1, len(groups), BLOCK)
-        of_block = groups[:, 0]
+        of_block = self.groups[::BLOCK]
+        codes = self.integers.T.reshape(-1, len(of_block), BLOCK)
         return integer_rows(codes, self.zeros[of_block].T, scales[of_block].T, bits)
+
+
+def _has_blocks(groups: Tensor) -> bool:
+    """Whether all inputs of a block are of one group. groups: of each input, whole blocks."""
+    blocks = groups.view(-1, BLOCK)
+    return torch.equal(blocks, blocks[:, :1].expand_as(blocks))
 
 
 class PackedReader(CheckpointReader):
@@ -200,6 +205,18 @@ class PackedReader(CheckpointReader):
             return first, second * per_word
         is_awq = self._format.method == "awq"
         return (second * per_word, first) if is_awq else (second, first * per_word)
+
+    def form(self, name: str) -> str:
+        """As CheckpointReader.form; of scales that no code can have headers say nothing. Reads the
+        groups of inputs where they need not lie side by side.
+        """
+        part = self._parts[name]
+        if not self._stem(part):
+            return super().form(name)
+        _, inputs = self.shape(name)
+        given = None if self._format.is_sorted else self._companion(part, 3)
+        is_coded = inputs % BLOCK == 0 and _has_blocks(self._groups(inputs, given))
+        return f"INT{self._format.bits}" if is_coded else "F32"
 
     def dtype(self, name: str) -> torch.dtype:
         """As CheckpointReader.dtype; float32 of a packed weight."""

@@ -17,6 +17,7 @@ from nanoengine.loading import model_cache
 from nanoengine.loading.find_model import read_config_of
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import PACKAGED, installed_files, joined_name
+from nanoengine.loading.stored_weights import StoredWeights, read_stored
 
 HUB, PACKAGE, CONVERTED = "hub", "package", "converted"
 
@@ -25,7 +26,7 @@ HUB, PACKAGE, CONVERTED = "hub", "package", "converted"
 class StoredModel:
     """name: what LLM takes. kind: HUB, PACKAGE or CONVERTED. origin: the package, or what was
     converted. config: None if the model cannot run, and then `problem` says why, or if its shape
-    is known only after its first use.
+    is known only after its first use. weights: how its files hold them, with config.
     """
 
     name: str
@@ -34,6 +35,7 @@ class StoredModel:
     num_bytes: int
     origin: str = ""
     config: ModelConfig | None = None
+    weights: StoredWeights | None = None
     problem: str = ""
 
 
@@ -159,12 +161,13 @@ def _with_config(model: StoredModel, place: Path) -> StoredModel:
     """With its shape, or with the reason why it cannot run."""
     try:
         config = read_model_config(place) if place.is_dir() else read_config_of(place)
+        weights = read_stored(place, config)
     except ModelLoadError as error:
         text = str(error)
         for prefix in (f"{place / 'config.json'}: ", f"{place}: "):
             text = text.removeprefix(prefix)
         return replace(model, problem=text)
-    return replace(model, config=config)
+    return replace(model, config=config, weights=weights)
 
 
 def _remove_from_hub_cache(model: StoredModel) -> None:

@@ -38,6 +38,11 @@ def absorbed(weights: Tensor, shape: LatentConfig) -> tuple[Tensor, Tensor]:
     return _padded(keys, shape).transpose(1, 2).contiguous(), _padded(values, shape)
 
 
+def held_share(shape: LatentConfig) -> float:
+    """The bytes of what `absorbed` makes, by those of its weights: rows have zeros."""
+    return shape.row_dim / shape.kv_rank
+
+
 def _padded(weights: Tensor, shape: LatentConfig) -> Tensor:
     """[heads, n, kv_rank] -> [heads, n, row_dim], with zeros where a row is turned."""
     halves = weights.view(*weights.shape[:2], 2, -1)

@@ -17,18 +17,17 @@ from nanoengine.config.engine import GIB, EngineConfig, in_gib
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.loading.mtp_names import with_mtp
+from nanoengine.loading.stored_weights import StoredWeights, said_weights
 from nanoengine.models.experts import ON_A_GPU
+from nanoengine.models.make_codes import EMBEDDINGS
 from nanoengine.models.shard import WHOLE, Shard
-from nanoengine.models.stored_codes import FORMATS, HELD_BYTES
 from nanoengine.startup.memory_plan import Memory, ModelFacts, plan_memory
 from nanoengine.startup.plan import GIB_STEPS, MemoryPlan, gib_up
 from nanoengine.startup.rank_share import MemoryShare, memory_settings_of_a_rank
 from nanoengine.startup.weight_bytes import (
-    CodeCounts,
+    NARROW,
     WeightForm,
-    are_codes,
-    bytes_of_codes,
-    experts_become_codes,
+    layer_matrices,
     no_codes,
     weight_bytes,
 )
@@ -147,10 +146,11 @@ class Forecaster:
         config: EngineConfig,
         model: ModelConfig,
         hardware: Hardware,
-        codes: CodeCounts | None = None,
+        stored: StoredWeights | None = None,
     ) -> None:
-        """config: the settings that the user gave, which are planned with. codes: of the GGUF that
-        the model is. Raises ConfigError for settings that the device does not take.
+        """config: the settings that the user gave, which are planned with. stored: the model's
+        files; None: they are as its config.json says. Raises ConfigError for settings that the
+        device does not take.
         """
         if not hardware.gpu_bytes:  # a CPU's KV needs no second tier
             config = replace(
@@ -159,13 +159,15 @@ class Forecaster:
         self._config = config
         if config.num_mtp:
             model = with_mtp(model)
+        stored = stored or said_weights(model)
+        if stored.has_own_head:
+            model = replace(model, tie_word_embeddings=False)
         self._model = model
+        self._stored = stored
         self._hardware = hardware
         is_asked = config.dtype != "auto"
         dtype: torch.dtype = getattr(torch, config.dtype) if is_asked else hardware.auto_dtype
         self._dtype = dtype
-        self._held_dtype = held_dtype(model, dtype, hardware)
-        self._codes = codes
         self._ranks = config.tensor_parallel_size
         self._shards = [Shard(rank, self._ranks) for rank in range(self._ranks)]
         self._shards[0].check(model)
@@ -182,23 +184,27 @@ class Forecaster:
 
     def _weight_form(self) -> WeightForm:
         """Raises ConfigError for experts that a GPU does not take, and for codes that are none."""
-        config, model, dtype = self._config, self._model, self._dtype
-        codes, has_gpu = self._codes or {}, self._hardware.gpu_bytes > 0
-        method = _quantization(config, codes, dtype, self._hardware)
-        if method == "gguf" and not (are_codes(codes) or model.codes):
+        model, dtype, method = self._model, self._dtype, self._config.quantization
+        has_gpu = self._hardware.gpu_bytes > 0
+        if method == "gguf" and not self._stored.has_codes:
             raise no_codes(method)
-        is_coded = method == "gguf" or (method is None and model.codes)
-        is_coded = is_coded or (method == "int8" and experts_become_codes(model))
-        is_wide = dtype is not torch.bfloat16 and not is_coded
-        if has_gpu and model.experts is not None and is_wide:
+        form = WeightForm(
+            dtype, self._stored.forms, method == "int8", self._keeps_codes(), packs=not has_gpu
+        )
+        experts = layer_matrices(model, experts_only=True)
+        are_codes = all(form.codes_of(*each) for each in experts.items())
+        if has_gpu and dtype is not torch.bfloat16 and not are_codes:
             raise ConfigError(ON_A_GPU)
-        itemsize = self._held_dtype.itemsize
-        each = bytes_of_codes(codes, itemsize)
-        each["numbers"] = float(dtype.itemsize)  # those of codes fit no 16 bits
-        if model.codes:
-            kept = ("experts",) if model.codes == "MXFP4" else ("experts", "others")
-            each |= dict.fromkeys(kept, HELD_BYTES[model.codes] / FORMATS[model.codes][0])
-        return WeightForm(itemsize, method, each, packs=not has_gpu)
+        return form
+
+    def _keeps_codes(self) -> bool:
+        """Whether what files hold as codes stays so: unless that is asked for or forbidden, where
+        kernels take them; a GPU gets the numbers of a GGUF.
+        """
+        method, hardware = self._config.quantization, self._hardware
+        if method is not None or hardware.gpu_bytes:
+            return method == "gguf" or (method is None and not self._stored.is_gguf)
+        return self._dtype in (torch.float32, hardware.auto_dtype)
 
     def forecast(self, context: int | None) -> Forecast:
         """The plan that reaches `context` tokens with the fewest settings (None: max_model_len, or
@@ -259,10 +265,10 @@ class Forecaster:
     def _smaller(self) -> str:
         """What fits where these weights do not."""
         ways = []
-        for method in ("gguf", "int8") if are_codes(self._codes or {}) else ("int8",):
+        for method in ("gguf", "int8") if self._stored.is_gguf else ("int8",):
             config = replace(self._config, quantization=method)
             try:
-                other = Forecaster(config, self._model, self._hardware, self._codes)
+                other = Forecaster(config, self._model, self._hardware, self._stored)
                 tokens = other._longest().plan.max_model_len
             except (ConfigError, OutOfMemoryError):
                 continue
@@ -341,7 +347,7 @@ class Forecaster:
         text += f"it fits with --ram-gib {math.ceil(gib)}"
         if self._hardware.gpu_bytes and self._config.kv_offload_dtype is None:
             config = replace(self._config, enable_cpu_offload=True, kv_offload_dtype="int8")
-            halved = Forecaster(config, self._model, self._hardware, self._codes)
+            halved = Forecaster(config, self._model, self._hardware, self._stored)
             if halved._longest().plan.max_model_len >= context:
                 text += ", or with --enable-cpu-offload --kv-offload-dtype int8 (lossy)"
         return text
@@ -399,9 +405,7 @@ class Forecaster:
 
     def _held_share(self) -> float:
         """Of the bytes of weights: less than 1 where these are numbers that take fewer bits."""
-        form = self._form
-        are_codes = form.quantization in ("int8", "gguf") or self._model.codes
-        is_one = are_codes or self._dtype is not torch.bfloat16
+        is_one = self._layers_in_codes() or self._dtype is not torch.bfloat16
         return 1.0 if is_one else self._hardware.held_share
 
     def _room_gib(self) -> float:
@@ -428,33 +432,23 @@ class Forecaster:
 
     def _held_in(self) -> str:
         """As what weights are held."""
-        method = self._form.quantization
-        if method == "gguf":
+        form = self._form
+        if form.keeps_codes and self._stored.is_gguf and self._stored.has_codes:
             return "codes of a GGUF"
-        more = " and int8" if method == "int8" else ""
-        return str(self._held_dtype).removeprefix("torch.") + more
+        is_narrow = form.packs and form.forms.get(EMBEDDINGS) in NARROW
+        held = torch.bfloat16 if is_narrow else self._dtype
+        return str(held).removeprefix("torch.") + " and int8" * form.makes_codes
 
     def _has_4_bits(self) -> bool:
         """Whether weights of layers are held in about so many."""
-        is_gguf = self._form.quantization == "gguf"
-        of_a_gguf = is_gguf and self._form.codes["layers"] < FOUR_BITS
-        return of_a_gguf or self._model.codes in ("INT4", "MXFP4")
+        model, form = self._model, self._form
+        each = layer_matrices(model)
+        num_bytes = sum(form.bytes_of(name, shape, model) for name, shape in each.items())
+        return num_bytes < FOUR_BITS * sum(map(math.prod, each.values()))
 
-
-def held_dtype(model: ModelConfig, dtype: torch.dtype, hardware: Hardware) -> torch.dtype:
-    """In which weights are held: products in float32 on a CPU take them as they are stored."""
-    is_narrow = dtype is torch.float32 and model.is_stored_in_16_bits
-    return getattr(torch, model.stored_dtype) if is_narrow and hardware.name == "cpu" else dtype
-
-
-def _quantization(
-    config: EngineConfig, codes: CodeCounts, dtype: torch.dtype, hardware: Hardware
-) -> str | None:
-    """The setting; "gguf", too, where a CPU keeps the codes of a GGUF without it."""
-    is_taken = hardware.name == "cpu" and dtype in (torch.float32, hardware.auto_dtype)
-    if config.quantization is None and is_taken and are_codes(codes):
-        return "gguf"
-    return config.quantization
+    def _layers_in_codes(self) -> bool:
+        """Whether any matrix of a layer is codes."""
+        return any(self._form.codes_of(*each) for each in layer_matrices(self._model).items())
 
 
 def _gib_down(num_bytes: int) -> float:

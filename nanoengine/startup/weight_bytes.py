@@ -1,4 +1,6 @@
-"""What the weights of a model take, or the part of them that a rank holds, from shapes alone."""
+"""What the weights of a model take, or the part of them that a rank holds, from their shapes and
+the forms in which its files have them.
+"""
 
 from __future__ import annotations
 
@@ -6,48 +8,70 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError
+from nanoengine.kernels.packed_weight import GROUP
+from nanoengine.models.latent import held_share
 from nanoengine.models.make_codes import EMBEDDINGS, FORMAT, becomes_codes
-from nanoengine.models.shard import EMBEDDINGS_OF_LAYERS, WHOLE, Shard
-from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, NEVER_CODES, ROUTERS
+from nanoengine.models.shard import EMBEDDINGS_OF_LAYERS, Shard
+from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, NEVER_CODES, TAKEN_APART
 from nanoengine.models.weight_shapes import in_float, weight_shapes
 
-# Of "layers" and of "ends", the embedding and the head: weights by their format in a GGUF.
-CodeCounts = Mapping[str, Mapping[str, int]]
+# Dtypes of 16 bits in files, and codes whose numbers fit no 16 bits.
+NARROW = frozenset(("BF16", "F16"))
+BECOME_WIDE = frozenset(("INT4", "INT8", "FP8"))
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How weights are held. itemsize: of their numbers. quantization: as of EngineConfig. packs: as
-    of LayerOps.
-
-    codes: bytes of a weight with quantization="gguf", in "layers", in "ends", and of "numbers" that
-    are never codes; without it, of "experts" and of "others" in layers, if they stay codes.
+    """How weights are held. dtype: of activations, and of numbers unless these fit fewer bits.
+    forms: as of StoredWeights. makes_codes: quantization="int8". keeps_codes: matrices that are
+    codes in files stay so. packs: as of LayerOps.
     """
 
-    itemsize: int
-    quantization: str | None
-    codes: Mapping[str, float]
+    dtype: torch.dtype
+    forms: Mapping[str, str]
+    makes_codes: bool
+    keeps_codes: bool
     packs: bool
 
-    def bytes_of(
-        self, name: str, shape: tuple[int, ...], never: tuple[str, ...], wide: tuple[str, ...]
-    ) -> float:
-        """Of one tensor. never: ends of names that are not codes; wide: that are float32."""
-        if name.endswith(wide):
-            return math.prod(shape) * 4
-        place = "layers" if ".layers." in name else "ends"
-        is_matrix = len(shape) == 2 and not name.endswith(ROUTERS)
-        is_coded = is_matrix and not name.endswith(never)
-        each = float(self.itemsize)
-        if self.quantization == "int8":
-            each = HELD_BYTES[FORMAT] / FORMATS[FORMAT][0] if becomes_codes(name, shape) else each
-        elif self.quantization == "gguf":
-            each = self.codes[place if is_coded else "numbers"]
-        elif self.quantization is None and is_coded and place == "layers":
-            each = self.codes.get("experts" if ".experts." in name else "others", each)
-        return math.prod(shape) * each
+    def codes_of(self, name: str, shape: Shape) -> str:
+        """The key of FORMATS in which a tensor is held; "" if it is numbers."""
+        if self.makes_codes:
+            return FORMAT if becomes_codes(name, shape) else ""
+        stored = self.forms.get(name, "")
+        is_kept = self.keeps_codes and len(shape) == 2 and not name.endswith(NEVER_CODES)
+        return stored if is_kept and stored in FORMATS else ""
+
+    def bytes_of(self, name: str, shape: Shape, model: ModelConfig) -> float:
+        """Of one tensor, or a rank's part of it."""
+        count = math.prod(shape)
+        if codes := self.codes_of(name, shape):
+            weights, _ = FORMATS[codes]
+            return count * HELD_BYTES[codes] / weights
+        if name.endswith(in_float(model)):
+            return 4.0 * count
+        if model.latent is not None and name.endswith(TAKEN_APART):
+            count = int(count * held_share(model.latent))
+        share = self._narrow_share(name, shape, model)
+        return count * (self.dtype.itemsize - 2 * share)
+
+    def _narrow_share(self, name: str, shape: Shape, model: ModelConfig) -> float:
+        """The share of a tensor's numbers that are held in 16 bits where activations have 32."""
+        stored = self.forms.get(name, "")
+        # A GGUF becomes bfloat16 as a whole, or what cannot stay codes becomes float32 here.
+        becomes_narrow = stored in FORMATS and stored not in BECOME_WIDE and not self.keeps_codes
+        is_narrow = stored in NARROW or becomes_narrow
+        if not (self.packs and self.dtype is torch.float32 and is_narrow and len(shape) == 2):
+            return 0.0
+        if (latent := model.latent) is not None and name.endswith(TAKEN_APART):
+            keys = latent.nope_dim * (latent.nope_dim % GROUP == 0)
+            values = latent.value_dim * (latent.row_dim % GROUP == 0)
+            return (keys + values) / latent.kv_dim
+        return float(shape[1] % GROUP == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +87,12 @@ class WeightBytes:
 
 def weight_bytes(model: ModelConfig, shard: Shard, form: WeightForm) -> WeightBytes:
     """Of this part of the model."""
-    never, wide = (*NEVER_CODES, *model.not_codes), in_float(model)
     shapes = shard.shapes(weight_shapes(model), model)
-    found = {name: form.bytes_of(name, shape, never, wide) for name, shape in shapes.items()}
+    found = {name: form.bytes_of(name, shape, model) for name, shape in shapes.items()}
     head = 0.0  # that has the embeddings' numbers
     if model.tie_word_embeddings:
         head = found[EMBEDDINGS] * len(shard.part(model.vocab_size)) / model.vocab_size
-    are_codes = found[EMBEDDINGS] != math.prod(shapes[EMBEDDINGS]) * form.itemsize
+    are_codes = bool(form.codes_of(EMBEDDINGS, shapes[EMBEDDINGS]))
     # Ranks hold all embeddings, and what they pack of them once more (ShardedOps.tied).
     copied = head if shard.size > 1 and (form.packs or are_codes) else 0.0
     share = model.experts.top_k / model.experts.count if model.experts else 1.0
@@ -81,23 +104,7 @@ def weight_bytes(model: ModelConfig, shard: Shard, form: WeightForm) -> WeightBy
 
 def bytes_of_numbers(model: ModelConfig, itemsize: int) -> int:
     """Of the whole model, all of whose weights are numbers of so many bytes."""
-    return weight_bytes(model, WHOLE, WeightForm(itemsize, None, {}, packs=True)).held
-
-
-def are_codes(codes: CodeCounts) -> bool:
-    """Whether any weight is."""
-    return any(name in FORMATS for counts in codes.values() for name in counts)
-
-
-def bytes_of_codes(codes: CodeCounts, itemsize: int) -> dict[str, float]:
-    """Of a weight with quantization="gguf", on average, in "layers" and in "ends"."""
-    sizes = {name: HELD_BYTES[name] / weights for name, (weights, _) in FORMATS.items()}
-    found = dict.fromkeys(("layers", "ends"), float(itemsize))
-    for place, counts in codes.items():
-        if counts:
-            num_bytes = sum(n * sizes.get(name, itemsize) for name, n in counts.items())
-            found[place] = num_bytes / sum(counts.values())
-    return found
+    return itemsize * sum(map(math.prod, weight_shapes(model).values()))
 
 
 def no_codes(method: str) -> ConfigError:
@@ -106,7 +113,11 @@ def no_codes(method: str) -> ConfigError:
     return ConfigError(f"quantization={method!r}: no weight {lacks}; leave it out")
 
 
-def experts_become_codes(model: ModelConfig) -> bool:
-    """Whether "int8" leaves none of their products numbers."""
-    shapes = {name: shape for name, shape in weight_shapes(model).items() if ".experts." in name}
-    return all(becomes_codes(name, shape) for name, shape in shapes.items() if len(shape) == 2)
+def layer_matrices(model: ModelConfig, experts_only: bool = False) -> dict[str, tuple[int, int]]:
+    """The matrices of layers that may be codes, or of their experts, with their shapes."""
+    part = ".experts." if experts_only else ".layers."
+    return {
+        name: (shape[0], shape[1])
+        for name, shape in weight_shapes(model).items()
+        if len(shape) == 2 and part in name and not name.endswith(NEVER_CODES)
+    }

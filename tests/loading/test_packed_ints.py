@@ -218,32 +218,6 @@ def test_the_plan_knows_what_becomes_numbers(
     engine.close()
 
 
-ALL = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "names"),
-    [
-        ({}, []),
-        ({"modules_to_not_convert": ["linear_attn", "mlp.gate"]}, ALL),
-        ({"ignore": [r"re:.*linear_attn\..*", "lm_head"]}, ALL),
-        ({"ignore": ["model.language_model.layers.4.linear_attn.out_proj"]}, ALL[-1:]),
-        ({"ignored_layers": ["model.layers.0.linear_attn.conv1d", "self_attn.out_proj"]}, []),
-        ({"modules_to_not_convert": None, "ignore": 3, "ignored_layers": [3]}, []),
-    ],
-    ids=str,
-)
-def test_lists_of_what_stays_numbers(
-    tiny: Tiny, tmp_path: Path, settings: dict[str, Any], names: list[str]
-) -> None:
-    shutil.copytree(tiny("qwen3.5"), tmp_path / "m")
-    path = tmp_path / "m" / "config.json"
-    config = json.loads(path.read_text()) | {"quantization_config": KINDS["awq"] | settings}
-    path.write_text(json.dumps(config))
-    found = read_model_config(tmp_path / "m").not_codes
-    assert found == tuple(f"linear_attn.{name}.weight" for name in names)
-
-
 @needs_no_gpu
 @pytest.mark.parametrize("kind", named({kind: kind for kind in KINDS}, "awq"))
 def test_they_stay_packed_on_a_gpu(tiny: Tiny, tmp_path: Path, kind: str) -> None:

@@ -84,7 +84,7 @@ def test_layers_are_those_of_the_pattern(tiny: Tiny) -> None:
     assert [experts_of(config, layer) is not None for layer in range(5)] == [1, 1, 0, 0, 0]
     assert config.recurrent_layers == (0, 2, 3) and config.bare_layers == (3, 4)
     numbers = {k: v.numel() for k, v in load_file(tiny(NAME) / "model.safetensors").items()}
-    found = weight_bytes(config, WHOLE, WeightForm(4, None, {}, packs=True))
+    found = weight_bytes(config, WHOLE, WeightForm(torch.float32, {}, False, False, packs=True))
     of_experts = sum(count for name, count in numbers.items() if ".experts." in name)
     assert found.held == 4 * sum(numbers.values())
     assert found.active == pytest.approx(found.held - 4 * of_experts * 4 / 6, abs=1)
@@ -151,7 +151,7 @@ def test_the_published_shape_has_the_published_size(tmp_path: Path) -> None:
     """31.6 billion weights, 3.6 billion of them for a token."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     config = read_model_config(tmp_path)
-    found = weight_bytes(config, WHOLE, WeightForm(2, None, {}, packs=True))
+    found = weight_bytes(config, WHOLE, WeightForm(torch.bfloat16, {}, False, False, packs=True))
     assert (round(found.held / 2e9, 1), round(found.active / 2e9, 1)) == (31.6, 3.6)
     assert len(config.recurrent_layers) == 23 and len(config.attention_layers) == 6
 

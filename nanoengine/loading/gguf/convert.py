@@ -33,7 +33,7 @@ from nanoengine.loading.gguf.settings import check_supported, model_config
 from nanoengine.loading.gguf.tensors import TILED, GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
 from nanoengine.models.families import OUT_IS_TILED
-from nanoengine.models.stored_codes import CODES_KEY, FORMATS, NEVER_CODES, TAKEN_APART
+from nanoengine.models.stored_codes import CODES_KEY, FORMATS, TAKEN_APART
 
 logger = logging.getLogger(__name__)
 CONVERTER_VERSION = 4  # part of the cache key: raise it when the written folder changes
@@ -80,19 +80,15 @@ def read_gguf_config(source: Path) -> dict[str, Any]:
     return model_config(*_described(source))
 
 
-def read_code_counts(source: Path) -> dict[str, Counter[str]]:
-    """Of the matrices in "layers" and in "ends" that may stay codes, the weights by the format in
-    which the file has them; "": of numbers. Reads and raises as read_gguf_config does.
+def read_forms(source: Path) -> dict[str, str]:
+    """Of each tensor that convert_gguf writes where codes stay, the format of its codes, or the
+    dtype of its numbers. Reads and raises as read_gguf_config does.
     """
     metadata, stored = _described(source)
     weights = {name: tensor for name, tensor in stored.items() if name not in ROPE_TENSORS}
     config = model_config(metadata, stored) | _order_of_codes(metadata)
-    counts: dict[str, Counter[str]] = {"layers": Counter(), "ends": Counter()}
-    for tensor in hf_tensors(metadata, config, weights):
-        if len(tensor.shape) == 2 and not tensor.name.endswith(NEVER_CODES):
-            place = counts["layers" if ".layers." in tensor.name else "ends"]
-            place[_with_codes(tensor).code_format] += math.prod(tensor.shape)
-    return counts
+    kept = map(_with_codes, hf_tensors(metadata, config, weights))
+    return {tensor.name: tensor.code_format or tensor.dtype for tensor in kept}
 
 
 def _order_of_codes(metadata: Metadata) -> dict[str, Any]:
