@@ -6,11 +6,14 @@ import math
 
 from nanoengine.config.model import AnyRecurrent, ModelConfig, ShortConvConfig
 from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.models.draw import MOST_ROWS
 from nanoengine.models.ungated import BYTES, PIECE
 
 # Bytes of a logit of a row that samples: in fp32 itself, without what a form forbids, and with
 # penalties or as a log-probability; PyTorch ranks them, too.
 IN_C, IN_PYTORCH = 16, 28
+# The first three of these, and what PyTorch holds beside of rows that it draws from at once.
+BESIDE_DRAWS, DRAWN = 12, 32
 
 
 def activation_bytes(
@@ -23,16 +26,16 @@ def activation_bytes(
 ) -> int:
     """Upper bound of a step's temporary memory in bytes, from shapes (for devices not profiled).
 
-    Per token: residual stream and norm (fp32 and model dtype), the inputs of all layers, and the
-    largest of qkv + attention state, gate_up (of experts: with their rows, their results and the
-    sum) and what a recurrent layer holds; per row that samples, of which there are num_sampled, its
-    logits and what sampling makes of them; and what Xielu makes at once. in_c: as in
-    memory_plan.ModelFacts.
+    Per token: residual stream and norm (fp32 and model dtype), the angles of its rotations, the
+    inputs of all layers, and the largest of qkv + attention state, gate_up (of experts: with their
+    rows, their results and the sum) beside qkv and its attention, and what a recurrent layer holds;
+    per row that samples, of which there are num_sampled, its logits and what sampling makes of
+    them; and what xIELU makes at once. in_c: as in memory_plan.ModelFacts.
     """
     shapes = [config.shape(layer) for layer in config.attention_layers]
     heads = config.num_heads * max(shape.head_dim for shape in shapes)
     kv_heads = max(math.prod(shape.kv_heads) for shape in shapes)
-    stream = config.hidden_size * (3 * element_size + 8)
+    stream = config.hidden_size * (3 * element_size + 8) + _angle_bytes(config)
     attention = (heads + 2 * kv_heads) * (2 * element_size + 8) + heads * (4 + element_size)
     inner_size = max(shape.intermediate_size for shape in shapes)
     architecture, pieces = ARCHITECTURES[config.architecture], 0
@@ -45,7 +48,8 @@ def activation_bytes(
         each = config.hidden_size * 2 + experts.inner_size * inner
         sums = 8 * config.hidden_size + 16 * experts.count
         feed_forward = max(feed_forward, experts.top_k * each * element_size + sums)
-    per_row = config.vocab_size * (IN_C if in_c else IN_PYTORCH)
+    feed_forward += 2 * (heads + kv_heads) * element_size
+    logits = _logit_bytes(num_sampled, in_c)
     rule = states = 0
     if (recurrent := config.recurrent) is not None:
         rule, states = _recurrent_bytes(recurrent, element_size, in_c, feed_forward)
@@ -56,8 +60,27 @@ def activation_bytes(
     per_token = stream + max(inputs * made, of_layer)
     if config.has_mtp:  # it has a residual stream of its own, of two vectors, and logits
         per_token += config.hidden_size * 6 * element_size
-        per_row += config.vocab_size * 4
-    return num_tokens * per_token + num_sampled * per_row + num_seqs * states + pieces
+        logits += 4 * num_sampled
+    of_rows = config.vocab_size * logits + num_seqs * states
+    return num_tokens * per_token + of_rows + pieces
+
+
+def _angle_bytes(config: ModelConfig) -> int:
+    """Of a token: cosines and sines in fp32 for each kind of rotation."""
+    has_two = config.local_rope is not None
+    kinds = {
+        (config.shape(layer).head_dim, has_two and config.attention.window(layer) is not None)
+        for layer in config.attention_layers
+    }
+    return 4 * sum(head_dim for head_dim, _ in kinds)
+
+
+def _logit_bytes(num_rows: int, in_c: bool) -> int:
+    """Of one token's logits in all rows that sample."""
+    if in_c:
+        return num_rows * IN_C
+    drawn = num_rows * BESIDE_DRAWS + min(num_rows, MOST_ROWS) * DRAWN
+    return max(num_rows * IN_PYTORCH, drawn)
 
 
 def _recurrent_bytes(

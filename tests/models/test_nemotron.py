@@ -22,15 +22,14 @@ from driver import (
     small_engine,
 )
 from marks import needs_compiler
-from peak_bytes import peak_bytes_of
 from safetensors.torch import load_file
+from step_bytes import step_bytes
 from tiers import PROMPTS
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from nanoengine.config.model import ExpertsConfig
-from nanoengine.devices.cpu import CpuDevice
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.settings import check_supported, model_config
@@ -218,16 +217,8 @@ def test_what_a_step_takes_is_planned(
         monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "dtype": dtype}
 
-    def planned(**more: Any) -> int:
-        made = small_engine(tmp_path, load_format="dummy", **settings, **more)
-        made.close()
-        return made.plan.activation_bytes
-
-    estimated = planned()
-    monkeypatch.setattr(CpuDevice, "peak_bytes_of", lambda device, work: peak_bytes_of(work))
-    monkeypatch.setattr(CpuDevice, "computes_later", True)
-    measured = planned(num_gpu_blocks=None)
-    assert measured <= estimated <= 1.8 * measured
+    estimated, measured = step_bytes(tmp_path, monkeypatch, load_format="dummy", **settings)
+    assert measured <= estimated <= 2 * measured
 
 
 def test_experts_without_a_compiler(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_what_fits_the_gpu_needs_no_settings() -> None:
         (0, {"kv_cache_gib": 0.5}),
         (24, {"kv_offload_gib": 2.0}),
         (24, {"num_gpu_blocks": 32, "kv_offload_gib": 2.0}),
-        (17.7, {"max_num_batched_tokens": 1024}),
+        (17.8, {"max_num_batched_tokens": 1024}),
     ],
 )
 @pytest.mark.parametrize("context", [None, 1000])
