@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ if not torch.cuda.is_available():  # read when Triton is first imported, by whom
 
 from marks import use_our_products
 from quick_interpreter import speed_up
+from shared_state import differences, shared_state
 
 from nanoengine.devices import cache_folders as folders
 from nanoengine.devices.cache_folders import cache_folders, is_private
@@ -49,6 +51,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return folder
 
     return folder_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_stays_changed() -> Iterator[None]:
+    """A file of tests leaves what all of them share as it was: settings of the process, and the
+    bytes of transformers' models, which a stray write of a kernel would change, too.
+    """
+    before = shared_state()
+    yield
+    found = differences(before, shared_state())
+    if "checkpoints" in sys.modules:  # slow to import, and not there where no model was loaded
+        from checkpoints import changed_references
+
+        found += [f"the model of {path} has changed" for path in changed_references()]
+    assert not found, "this file left behind: " + "; ".join(found)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import reference, reference_greedy
+from checkpoints import load_reference, reference, reference_greedy
 from driver import assert_all_free, fail_copies
 from tiny_model import EOS_IDS
 from tiny_models import TINY
@@ -70,7 +70,7 @@ def ending(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that likes to end a text, by either of its end tokens."""
     folder = tmp_path_factory.mktemp("ending")
     TINY["llama"](folder)
-    model = reference(folder)
+    model = load_reference(folder)
     with torch.no_grad():
         head = model.lm_head.weight
         mean = head.mean(dim=0)

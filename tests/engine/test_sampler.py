@@ -133,9 +133,9 @@ def test_similar_rows_mostly_draw_the_same_token(ops: SamplingOps) -> None:
     """Two rows with one key agree at least (1 - d) / (1 + d) of the time, if they are d apart. The
     inverse of the cumulative distribution would give 0.15, and this at least 0.74.
     """
-    torch.manual_seed(0)
-    logits = torch.randn(1, 500)
-    other = logits + 0.3 * torch.randn(1, 500)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 500, generator=generator)
+    other = logits + 0.3 * torch.randn(1, 500, generator=generator)
     distance = (logits.softmax(1) - other.softmax(1)).clamp(min=0).sum().item()
     seqs = [sequence(SamplingParams(), seed) for seed in range(DRAWS // 4)]
     first, second = (choose(ops, each.expand(len(seqs), -1), seqs) for each in (logits, other))
@@ -254,8 +254,8 @@ def test_the_likeliest_of_a_row_depend_on_no_other(
     likeliest = TorchOps().likeliest
     if kernel == "C":
         likeliest = CpuKernels.load(build_folder).likeliest
-    torch.manual_seed(0)
-    logits = (2 * torch.randn(40, 3000)).round().to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    logits = (2 * torch.randn(40, 3000, generator=generator)).round().to(dtype)
     logits[3, 5], logits[4, 7:] = 80.0, -torch.inf  # one that is certain; few that are possible
     logprobs = torch.log_softmax(logits.float(), dim=1)
     values, ids = logprobs.sort(dim=1, descending=True, stable=True)

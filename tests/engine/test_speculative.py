@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import reference, reference_logits
+from checkpoints import load_reference, reference, reference_logits
 from driver import STREAMED, answer, small_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,7 +109,7 @@ def expected_ids(path: Path) -> list[list[int]]:
     """Greedy over few symbols, so that a random model's text repeats itself. By a model that no
     other test has.
     """
-    expected, model = [], reference.__wrapped__(path)
+    expected, model = [], load_reference(path)
     for prompt, length in zip(repetitive_prompts(), LENGTHS, strict=True):
         tokens = list(prompt)
         for _ in range(length):

@@ -16,19 +16,46 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
+import xxhash
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
-@functools.cache
-def reference(path: Path) -> PreTrainedModel:
-    """transformers' model of the checkpoint at `path`: fp32, eval, its plainest attention.
-
-    One object per path for the whole session: nobody changes it.
-    """
+def load_reference(path: Path) -> PreTrainedModel:
+    """transformers' model of the checkpoint at `path`: fp32, eval, its plainest attention."""
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     )
     return model.eval()
+
+
+@functools.cache
+def reference(path: Path) -> PreTrainedModel:
+    """The same as one object for the whole session: nobody changes it."""
+    model = load_reference(path)
+    AS_LOADED[path] = (model, _digest(model))
+    return model
+
+
+# Each shared model, and what its bytes were.
+AS_LOADED: dict[Path, tuple[PreTrainedModel, str]] = {}
+
+
+def changed_references() -> list[Path]:
+    """The checkpoints whose shared model has other bytes than before; each change is named once."""
+    found = []
+    for path, (model, before) in AS_LOADED.items():
+        if (now := _digest(model)) != before:
+            AS_LOADED[path] = (model, now)
+            found.append(path)
+    return found
+
+
+def _digest(model: PreTrainedModel) -> str:
+    """Not of what a forward pass may change: the angles of dynamic RoPE are in no checkpoint."""
+    total = xxhash.xxh3_64()
+    for tensor in model.state_dict().values():
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
 
 
 @torch.inference_mode()

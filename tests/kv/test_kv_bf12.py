@@ -68,11 +68,12 @@ def with_far_exponents(kv_heads: int, head_dim: int) -> Tensor:
     """Blocks [2, 24, kv_heads, head_dim] of a normal distribution, and tokens of other kinds: of
     any bits, of zeros, with as many small numbers as there is room for and with one more, of NaN.
     """
-    torch.manual_seed(kv_heads)
-    block = torch.randn(2, 24, kv_heads, head_dim).bfloat16()
+    generator = torch.Generator().manual_seed(kv_heads)
+    block = torch.randn(2, 24, kv_heads, head_dim, generator=generator).bfloat16()
     rows = block.view(2, 24, -1)
     size = rows.shape[-1]
-    rows[0, 0] = torch.randint(-(1 << 15), 1 << 15, (size,), dtype=torch.int16).view(rows.dtype)
+    bits = torch.randint(-(1 << 15), 1 << 15, (size,), generator=generator, dtype=torch.int16)
+    rows[0, 0] = bits.view(rows.dtype)
     rows[0, 1] = 0
     rows[0, 2, ::3] = -0.0
     rows[0, 3, 1 : OTHERS + 1] = 1e-9

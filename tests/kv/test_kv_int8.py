@@ -89,9 +89,9 @@ def by_numpy(x: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int8], npt.NDAr
 def test_codec_is_numpys_and_off_by_half_a_step_at_most(dtype: torch.dtype) -> None:
     head_dim = 12
     num_rows = 2 * (CPU_ELEMENTS // head_dim) + 5  # three parts
-    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     spread = torch.logspace(-6, 4, num_rows)[:, None]
-    values = (torch.randn(num_rows, head_dim) * spread).to(dtype)
+    values = (torch.randn(num_rows, head_dim, generator=generator) * spread).to(dtype)
     values[3] = 0
     values[4] = torch.finfo(dtype).max / 2
     values[5, 1:] = 0
