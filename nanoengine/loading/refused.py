@@ -143,8 +143,11 @@ def _first(rows: Iterable[Refusal], name: str) -> tuple[str, str]:
 
 
 def families() -> str:
-    """Names of the supported models, as users know them."""
-    return ", ".join(ARCHITECTURES[name].models for name in sorted(ARCHITECTURES))
+    """Names of the supported models, as users know them, without their sizes."""
+    names = [
+        re.sub(r" \([^)]*\)", "", ARCHITECTURES[each].models) for each in sorted(ARCHITECTURES)
+    ]
+    return ", ".join(dict.fromkeys(names))
 
 
 def about_architecture(name: str) -> str:
