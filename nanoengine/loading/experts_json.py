@@ -152,6 +152,10 @@ class Listing(Protocol):
         """Of one."""
         ...
 
+    def rename(self, parts: Mapping[str, Part]) -> None:
+        """As CheckpointReader.rename."""
+        ...
+
 
 def expert_parts(config: ModelConfig, reader: Listing) -> dict[str, Part]:
     """Where the tensors of routers and experts lie, by the names in `weight_shapes`, if the

@@ -19,7 +19,7 @@ import torch
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ModelLoadError
 from nanoengine.loading.checkpoint import CheckpointReader, Part, check_names, ignorable_tensors
-from nanoengine.loading.experts_json import PACKED_EXPERTS, about_packed, expert_parts
+from nanoengine.loading.experts_json import PACKED_EXPERTS, Listing, about_packed, expert_parts
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.fp8 import Fp8Reader, fp8_block
 from nanoengine.loading.mixers import mixer_parts
@@ -101,7 +101,7 @@ def load_model(
         return LoadedModel(config, part, decoder, "random weights", held, made.codes, decoder.mtp)
     is_wrapped = bool(config.wrapper)
     with _open(folder, is_wrapped) as reader:
-        parts = _rename(config, reader)
+        parts = rename_tensors(config, reader)
         check_has_mtp(config, reader)
         if isinstance(reader, PackedReader):
             reader.leave_out_zero_biases(shapes)
@@ -175,11 +175,11 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> CheckpointReader:
     ModelLoadError.
     """
     reader = _open(folder, bool(config.wrapper))
-    _rename(config, reader)
+    rename_tensors(config, reader)
     return reader
 
 
-def _rename(config: ModelConfig, reader: CheckpointReader) -> dict[str, Part]:
+def rename_tensors(config: ModelConfig, reader: Listing) -> dict[str, Part]:
     """Give tensors the names of `weight_shapes`; returns the parts that are of experts."""
     reader.rename(mtp_parts(config, reader.names()))
     reader.rename(mixer_parts(config, reader.names()))

@@ -13,12 +13,11 @@ import torch
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ModelLoadError
-from nanoengine.loading.checkpoint import CheckpointReader
-from nanoengine.loading.experts_json import expert_parts
+from nanoengine.loading.checkpoint import CheckpointReader, Part
 from nanoengine.loading.find_model import gguf_of, local_folder
 from nanoengine.loading.gguf.convert import read_forms
 from nanoengine.loading.left_out import stays_numbers
-from nanoengine.loading.loader import open_checkpoint
+from nanoengine.loading.loader import open_checkpoint, rename_tensors
 from nanoengine.models.make_codes import ENDS
 from nanoengine.models.stored_codes import FORMATS, NEVER_CODES
 from nanoengine.models.weight_shapes import weight_shapes
@@ -50,26 +49,30 @@ def read_stored(name: str | Path, model: ModelConfig) -> StoredWeights:
     """
     gguf = gguf_of(name)
     if gguf is not None:
-        forms = read_forms(gguf)
-        parts = expert_parts(model, _Names(forms))
-        return StoredWeights(
-            forms | {name: forms[part.stored] for name, part in parts.items()}, is_gguf=True
-        )
+        tensors = _Tensors(read_forms(gguf))
+        rename_tensors(model, tensors)
+        return StoredWeights(tensors.forms, is_gguf=True)
     folder = local_folder(name)
     return said_weights(model) if folder is None else stored_in(folder, model)
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """The tensors of a GGUF under Hugging Face's names, none of which is of all experts."""
+@dataclass(slots=True)
+class _Tensors:
+    """The tensors of a GGUF by Hugging Face's names, none of which is of all experts."""
 
-    forms: Mapping[str, str]
+    forms: dict[str, str]
 
     def names(self) -> set[str]:
         return set(self.forms)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return ()
+
+    def rename(self, parts: Mapping[str, Part]) -> None:
+        """As CheckpointReader.rename."""
+        lost = {part.stored for part in parts.values()}
+        kept = {name: form for name, form in self.forms.items() if name not in lost}
+        self.forms = kept | {name: self.forms[part.stored] for name, part in parts.items()}
 
 
 def stored_in(folder: Path, model: ModelConfig) -> StoredWeights:

@@ -13,8 +13,9 @@ from gguf_model import GGUFModel
 from safetensors.torch import load_file
 
 from nanoengine.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError
-from nanoengine.loading.find_model import read_codes_of, read_config_of, resolve_model
+from nanoengine.loading.find_model import read_config_of, resolve_model
 from nanoengine.loading.gguf.convert import convert_gguf, read_gguf_config
+from nanoengine.loading.stored_weights import read_stored
 
 Tiny = Callable[[str], Path]
 
@@ -51,8 +52,9 @@ def test_parts_are_read_as_the_whole_file(
     assert all(theirs[each].equal(ours[each]) for each in theirs)
     for file in ("config.json", "tokenizer.json"):
         assert len({(folder / file).read_text() for folder in folders}) == 1
-    assert read_config_of(first) == read_config_of(whole)
-    assert read_codes_of(first) == read_codes_of(whole)
+    config = read_config_of(whole)
+    assert read_config_of(first) == config
+    assert read_stored(first, config) == read_stored(whole, config)
 
 
 @pytest.mark.usefixtures("fresh_cache")

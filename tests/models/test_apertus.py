@@ -132,7 +132,7 @@ def test_the_published_shape_has_the_published_size(
     tmp_path: Path, published: dict[str, Any], billions: float
 ) -> None:
     config = read(tmp_path, published)
-    found = weight_bytes(config, WHOLE, WeightForm(2, None, {}, packs=True))
+    found = weight_bytes(config, WHOLE, WeightForm(torch.bfloat16, {}, False, False, packs=True))
     assert round(found.held / 2e9, 2) == billions
 
 

@@ -118,7 +118,7 @@ def test_the_published_shape_has_the_published_size(
     tmp_path: Path, published: dict[str, Any], billions: float
 ) -> None:
     config = read(tmp_path, published)
-    found = weight_bytes(config, WHOLE, WeightForm(2, None, {}, packs=True))
+    found = weight_bytes(config, WHOLE, WeightForm(torch.bfloat16, {}, False, False, packs=True))
     assert round(found.held / 2e9, 2) == billions
     assert config.tie_word_embeddings and config.rms_norm_eps == 1e-5
 

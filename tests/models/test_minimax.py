@@ -99,7 +99,9 @@ def test_the_published_shape_has_the_published_size(
     tmp_path: Path, published: dict[str, Any], billions: tuple[float, float]
 ) -> None:
     """In all, and of those the ones for a token."""
-    found = weight_bytes(read(tmp_path, published), WHOLE, WeightForm(2, None, {}, packs=True))
+    found = weight_bytes(
+        read(tmp_path, published), WHOLE, WeightForm(torch.bfloat16, {}, False, False, packs=True)
+    )
     assert (round(found.held / 2e9, 1), round(found.active / 2e9, 1)) == billions
 
 
