@@ -5,7 +5,6 @@ Logits and ids in fp32, on every tier and on ranks are tested with the other arc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,17 @@ from checkpoints import reference, reference_greedy
 from driver import GREEDY, Driver, small_engine
 from marks import needs_compiler
 from peak_bytes import peak_bytes_of
+from published import bytes_in_bf16, read_published
 from transformers import ApertusConfig, ArceeConfig
 from transformers.activations import XIELUActivation
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanoengine.config.model import ModelConfig
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.loading.model_config import read_model_config
 from nanoengine.models import ungated
 from nanoengine.models.rope import inverse_frequencies
-from nanoengine.models.shard import WHOLE
 from nanoengine.models.ungated import Xielu
 from nanoengine.startup import parts
-from nanoengine.startup.weight_bytes import WeightForm, weight_bytes
 
 
 @pytest.mark.parametrize("draft", ["ngram:3", "resident:2"])
@@ -118,21 +114,14 @@ OF_ARCEE: dict[str, Any] = {  # the form of arcee-ai/AFM-4.5B
 }
 
 
-def read(folder: Path, published: dict[str, Any], **changes: Any) -> ModelConfig:
-    whole = published | changes
-    text = json.dumps({key: value for key, value in whole.items() if value != "left out"})
-    (folder / "config.json").write_text(text)
-    return read_model_config(folder)
-
-
 @pytest.mark.parametrize(
     ("published", "billions"), [(PUBLISHED, 8.05), (OF_ARCEE, 4.62)], ids=["apertus", "arcee"]
 )
 def test_the_published_shape_has_the_published_size(
     tmp_path: Path, published: dict[str, Any], billions: float
 ) -> None:
-    config = read(tmp_path, published)
-    found = weight_bytes(config, WHOLE, WeightForm(torch.bfloat16, {}, False, False, packs=True))
+    config = read_published(tmp_path, published)
+    found = bytes_in_bf16(config)
     assert round(found.held / 2e9, 2) == billions
 
 
@@ -146,7 +135,7 @@ def test_rope_is_read_as_transformers_reads_it(
         parameters = published["rope_scaling"] | {"rope_theta": published["rope_theta"]}
         changes = {"rope_parameters": parameters}
         changes |= {"rope_scaling": "left out", "rope_theta": "left out"}
-    ours = read(tmp_path, published, **changes)
+    ours = read_published(tmp_path, published, **changes)
     config_class = ApertusConfig if published is PUBLISHED else ArceeConfig
     theirs = config_class.from_pretrained(tmp_path)
     frequencies, factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, "cpu")
@@ -155,8 +144,8 @@ def test_rope_is_read_as_transformers_reads_it(
 
 
 def test_an_apertus_without_rope_has_that_of_transformers(tmp_path: Path) -> None:
-    bare = read(tmp_path, PUBLISHED, rope_scaling="left out", rope_theta="left out")
-    assert bare.rope == read(tmp_path, PUBLISHED).rope
+    bare = read_published(tmp_path, PUBLISHED, rope_scaling="left out", rope_theta="left out")
+    assert bare.rope == read_published(tmp_path, PUBLISHED).rope
 
 
 @pytest.mark.parametrize(
@@ -176,7 +165,7 @@ def test_other_arithmetic_is_refused(
 ) -> None:
     key = next(iter(changes))
     with pytest.raises(UnsupportedModelError, match="RoPE 'mrope'" if "rope" in key else key):
-        read(tmp_path, published, **changes)
+        read_published(tmp_path, published, **changes)
 
 
 @needs_compiler
@@ -187,7 +176,7 @@ def test_what_a_step_takes_is_planned(
 ) -> None:
     """Beside what the largest step holds, by counting."""
     small = {"hidden_size": 256, "intermediate_size": 1344, "num_hidden_layers": 2}
-    read(tmp_path, PUBLISHED, **small, num_attention_heads=8, vocab_size=512)
+    read_published(tmp_path, PUBLISHED, **small, num_attention_heads=8, vocab_size=512)
     if not in_c:
         monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "dtype": dtype}

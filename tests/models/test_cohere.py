@@ -5,7 +5,6 @@ Logits and ids in fp32, on every tier and on ranks are tested with the other arc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,17 @@ from checkpoints import reference, reference_greedy
 from driver import GREEDY, Driver, small_engine
 from marks import needs_compiler
 from peak_bytes import peak_bytes_of
+from published import bytes_in_bf16, read_published
 from transformers import Cohere2Config
 from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm, Cohere2RotaryEmbedding
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
-from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.layer_ops import Norm
 from nanoengine.models.rope import inverse_frequencies
-from nanoengine.models.shard import WHOLE
 from nanoengine.models.torch_ops import TorchOps
 from nanoengine.startup import parts
-from nanoengine.startup.weight_bytes import WeightForm, weight_bytes
 
 
 @pytest.mark.parametrize("draft", ["ngram:3", "resident:2"])
@@ -105,10 +102,7 @@ COMMAND_R: dict[str, Any] = {  # the form of CohereLabs/c4ai-command-r-v01
 
 
 def read(folder: Path, published: dict[str, Any] = PUBLISHED, **changes: Any) -> ModelConfig:
-    whole = published | changes
-    text = json.dumps({key: value for key, value in whole.items() if value != "left out"})
-    (folder / "config.json").write_text(text)
-    return read_model_config(folder)
+    return read_published(folder, published, **changes)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +112,7 @@ def test_the_published_shape_has_the_published_size(
     tmp_path: Path, published: dict[str, Any], billions: float
 ) -> None:
     config = read(tmp_path, published)
-    found = weight_bytes(config, WHOLE, WeightForm(torch.bfloat16, {}, False, False, packs=True))
+    found = bytes_in_bf16(config)
     assert round(found.held / 2e9, 2) == billions
     assert config.tie_word_embeddings and config.rms_norm_eps == 1e-5
 

@@ -5,7 +5,6 @@ Logits and ids in fp32, on every tier and on ranks are tested with the other arc
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, assert_greedy, assert_logits_are_transformers, small_engine
+from published import bytes_in_bf16, read_published
 from safetensors.torch import load_file
 from tiers import PROMPTS
 from transformers import AutoModelForCausalLM, Dots1Config, MiniMaxM2Config
@@ -21,10 +21,7 @@ from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2RotaryEm
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
-from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.rope import inverse_frequencies, rotary_pairs
-from nanoengine.models.shard import WHOLE
-from nanoengine.startup.weight_bytes import WeightForm, weight_bytes
 
 PUBLISHED: dict[str, Any] = {  # the form of MiniMaxAI/MiniMax-M2
     "architectures": ["MiniMaxM2ForCausalLM"],
@@ -84,10 +81,7 @@ DOTS: dict[str, Any] = {  # the form of rednote-hilab/dots.llm1.inst
 
 
 def read(folder: Path, published: dict[str, Any] = PUBLISHED, **changes: Any) -> ModelConfig:
-    whole = published | changes
-    text = json.dumps({key: value for key, value in whole.items() if value != "left out"})
-    (folder / "config.json").write_text(text)
-    return read_model_config(folder)
+    return read_published(folder, published, **changes)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +93,7 @@ def test_the_published_shape_has_the_published_size(
     tmp_path: Path, published: dict[str, Any], billions: tuple[float, float]
 ) -> None:
     """In all, and of those the ones for a token."""
-    found = weight_bytes(
-        read(tmp_path, published), WHOLE, WeightForm(torch.bfloat16, {}, False, False, packs=True)
-    )
+    found = bytes_in_bf16(read(tmp_path, published))
     assert (round(found.held / 2e9, 1), round(found.active / 2e9, 1)) == billions
 
 

@@ -19,9 +19,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
-from nanoengine.loading.gguf.mamba import KEPT_IN_FP32, MAMBA_NAMES, NEMOTRON_NAMES
+from nanoengine.loading.gguf.mamba import KEPT_IN_FP32, MAMBA_NAMES
 from nanoengine.loading.gguf.metadata import Metadata
-from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
+from nanoengine.loading.gguf.names import GLOBAL_NAMES, SHORT_CONV, WHOLE_NAMES, layer_names
+from nanoengine.models.architecture import CHOICE_BIAS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.families import OUT_IS_TILED
 from nanoengine.models.ungated import XIELU_SHAPES
@@ -38,116 +39,6 @@ PERMUTED = frozenset(
 # Hugging Face has those of a key head together (conversion/qwen.py).
 TILED = frozenset({"qwen35", "qwen35moe"})
 
-SHORT_CONV = "conv.conv"  # of which the file has [channels, taps]
-
-_GLOBAL_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-    "token_embd_norm.weight": "model.embedding_norm.weight",  # LFM2's, behind the last layer
-    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
-    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
-    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_PHI3_NAMES = _LAYER_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_GEMMA_NAMES = _LAYER_NAMES | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_GLM4_NAMES = _LAYER_NAMES | {
-    "post_attention_norm": "post_self_attn_layernorm",
-    "ffn_up": "mlp.gate_up_proj",
-    "post_ffw_norm": "post_mlp_layernorm",
-}
-_HUNYUAN_NAMES = _LAYER_NAMES | {
-    "attn_q_norm": "self_attn.query_layernorm",
-    "attn_k_norm": "self_attn.key_layernorm",
-}
-_GEMMA_4_NAMES = _GEMMA_NAMES | {
-    "post_ffw_norm_1": "post_feedforward_layernorm_1",
-    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-    "post_ffw_norm_2": "post_feedforward_layernorm_2",
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-}
-# Names that do not end in ".weight" at Hugging Face.
-_WHOLE_NAMES = {
-    "attn_sinks.weight": "self_attn.sinks",
-    "layer_output_scale.weight": "layer_scalar",
-    "ffn_gate_inp.scale": "router.scale",
-    "ffn_down_exps.scale": "router.per_expert_scale",
-}
-_LATENT_NAMES = _LAYER_NAMES | {
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",
-}
-# Of the head for multi-token prediction, beside its layer. A file may have copies of the model's
-# embedding and output head, too.
-_MTP_NAMES = {
-    "nextn.enorm": MTP_NORMS[0],
-    "nextn.hnorm": MTP_NORMS[1],
-    "nextn.shared_head_norm": MTP_NORMS[2],
-    "nextn.eh_proj": MTP_JOIN,
-}
-_LFM2_NAMES = _LAYER_NAMES | {
-    "attn_norm": "operator_norm",
-    "attn_output": "self_attn.out_proj",
-    "attn_q_norm": "self_attn.q_layernorm",
-    "attn_k_norm": "self_attn.k_layernorm",
-    "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.conv": SHORT_CONV,
-    "shortconv.out_proj": "conv.out_proj",
-}
-_NEWER_NAMES = _LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"}
-_NAMES = {
-    "deepseek2": _LATENT_NAMES,
-    "apertus": _LAYER_NAMES
-    | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
-    "exaone4": _LAYER_NAMES
-    | {
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
-    "gemma3": _GEMMA_NAMES,
-    "gemma4": _GEMMA_4_NAMES,
-    "glm4": _GLM4_NAMES,
-    "glm4moe": _NEWER_NAMES,
-    "gpt-oss": _NEWER_NAMES,
-    "hunyuan-dense": _HUNYUAN_NAMES,
-    "hunyuan-moe": _HUNYUAN_NAMES,
-    "lfm2": _LFM2_NAMES,
-    "lfm2moe": _LFM2_NAMES,
-    "nemotron_h": NEMOTRON_NAMES,
-    "nemotron_h_moe": NEMOTRON_NAMES,
-    "phi3": _PHI3_NAMES,
-    "qwen35": _NEWER_NAMES,
-    "qwen35moe": _NEWER_NAMES,
-    "qwen3next": _NEWER_NAMES,
-    "seed_oss": _NEWER_NAMES,
-}
 # Tensors with an entry for each expert, by Hugging Face's place in ExpertNames.parts; the last
 # holds the first two, one after the other.
 _EXPERT_PARTS = {
@@ -203,7 +94,7 @@ def hf_tensors(
         match = _LAYER_TENSOR.fullmatch(name)
         found: list[GgufTensor] = []
         if match is None:
-            found = _of_name(metadata, config, tensor, _GLOBAL_NAMES.get(name))
+            found = _of_name(metadata, config, tensor, GLOBAL_NAMES.get(name))
         elif int(match[1]) >= config["num_hidden_layers"] + bool(architecture.mtp):
             continue
         else:
@@ -268,10 +159,10 @@ class _Layer:
     def of_decoder(self, stored: Any) -> list[GgufTensor]:
         """What all architectures have, and attention sinks; [] for others."""
         architecture = self.metadata.architecture
-        whole = _WHOLE_NAMES.get(".".join(filter(None, (self.part, self.kind))))
+        whole = WHOLE_NAMES.get(".".join(filter(None, (self.part, self.kind))))
         if whole is not None:
             return _of_name(self.metadata, self.config, stored, f"{self.prefix}{whole}")
-        name = (_NAMES.get(architecture, _LAYER_NAMES) | _MTP_NAMES).get(self.part)
+        name = layer_names(architecture).get(self.part)
         if name is None or self.kind is None:
             return []
         rows = None
