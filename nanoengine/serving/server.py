@@ -13,6 +13,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from nanoengine.serving.accept_faults import AcceptFaults
 from nanoengine.serving.app import make_app
 from nanoengine.serving.connections import Connection
 from nanoengine.serving.engine import Engine
@@ -79,6 +80,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
+        asyncio.get_running_loop().set_exception_handler(AcceptFaults())
         await super().startup(sockets)
         self._on_start()
 
@@ -92,5 +94,5 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End; a second Ctrl-C does not wait. Unlike uvicorn's, the process does not die of it."""
-        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
         self.should_exit = True
