@@ -107,7 +107,7 @@ def prompt(num_tokens: int) -> list[int]:
         pytest.param("apertus", STREAMED, marks=pytest.mark.breadth),
         pytest.param("arcee", RESIDENT, marks=pytest.mark.breadth),
         pytest.param("cohere", RESIDENT, marks=pytest.mark.breadth),
-        pytest.param("cohere2", STREAMED, marks=pytest.mark.breadth),
+        pytest.param("cohere2", STREAMED | {"num_gpu_blocks": 6}, marks=pytest.mark.breadth),
         pytest.param("ernie", RESIDENT, marks=pytest.mark.breadth),
         ("qwen3.5", RESIDENT),
         ("lfm2", RESIDENT),
@@ -409,7 +409,8 @@ def test_a_hybrid_at_256k_takes_as_long_as_the_kv_of_its_attention_layers_on_the
     step_s, compute_s, copy_s = times[2]
     assert 9 <= on_host <= 11
     assert abs(copy_s / (on_host * BLOCK * token_bytes / link) - 1) < 0.01
-    assert compute_s < 0.1 * copy_s
+    of_weights, of_kv = 15e9 / memory, 16 * BLOCK * token_bytes / memory
+    assert of_weights < compute_s < of_weights + 2.1 * of_kv < 0.12 * copy_s
     assert abs(step_s / copy_s - 1) < 0.02
     made.close()
 

@@ -27,7 +27,8 @@ from nanoengine.startup.parts import load_parts, make_engine_device
 pytestmark = [needs_compiler, pytest.mark.usefixtures("in_16_bits", "fresh_cache")]
 Tiny = Callable[[str], Path]
 MOST_OFF = 0.03
-NOT_IN_GGUF = ("glm4-moe-lite", "qwen3-next")  # their dense layers have no place in it
+# Their dense layers have no place in it, or none beside experts.
+NOT_IN_GGUF = ("glm4-moe-lite", "nemotron-h-moe", "qwen3-next")
 DTYPES = ("float32", "bfloat16")
 HARDWARE = Hardware(0, 8 * GIB, 20.0, 25.0, native_dtype()[0])
 
@@ -53,8 +54,9 @@ def variants(source: Path, folder: Path, name: str) -> Iterator[tuple[Path, str 
     for method in (None, "none", "int8"):
         yield source, method
         yield quantised.in_16_bits(source, folder / f"16 {method}"), method
-    # Hybrids of Granite 4 are refused where they are quantised.
-    for kind in quantised.KINDS if "granite-hybrid" not in name else ():
+    # Hybrids of Granite 4, and Granite 3 with a shared expert, are refused if they are quantised.
+    is_refused = name.startswith(("granite-hybrid", "granite-moe-shared"))
+    for kind in () if is_refused else quantised.KINDS:
         path = quantised.quantised(source, folder / kind, kind, is_left)
         for method in (None, "int8"):
             yield path, method
