@@ -14,13 +14,12 @@ import torch
 from checkpoints import reference, reference_greedy
 from driver import GREEDY, Driver, small_engine
 from marks import needs_compiler
-from peak_bytes import peak_bytes_of
 from published import bytes_in_bf16, read_published
+from step_bytes import step_bytes
 from transformers import ApertusConfig, ArceeConfig
 from transformers.activations import XIELUActivation
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanoengine.devices.cpu import CpuDevice
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.models import ungated
 from nanoengine.models.rope import inverse_frequencies
@@ -180,14 +179,5 @@ def test_what_a_step_takes_is_planned(
     if not in_c:
         monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "dtype": dtype}
-
-    def planned(**more: Any) -> int:
-        made = small_engine(tmp_path, load_format="dummy", **settings, **more)
-        made.close()
-        return made.plan.activation_bytes
-
-    estimated = planned()
-    monkeypatch.setattr(CpuDevice, "peak_bytes_of", lambda device, work: peak_bytes_of(work))
-    monkeypatch.setattr(CpuDevice, "computes_later", True)
-    measured = planned(num_gpu_blocks=None)
+    estimated, measured = step_bytes(tmp_path, monkeypatch, load_format="dummy", **settings)
     assert measured <= estimated <= 1.8 * measured
