@@ -77,7 +77,8 @@ class RecurrentConfig:
     values here. A key head serves neighbouring value heads. conv_size: tokens that the convolution
     before the rule sees.
     out_tiles: the inputs of the output projection are so many tiles, the first with the first value
-    head of every key head, the second with the second; 1: value heads are in order.
+    head of every key head, the second with the second; 1: value heads are in order. Of Mamba-2:
+    norm: a key of models.mamba.NORMS; has_bias, has_out_bias: of the first and the last projection.
     """
 
     layers: tuple[int, ...]
@@ -88,6 +89,9 @@ class RecurrentConfig:
     conv_size: int
     out_tiles: int = 1
     rule: str = "delta"
+    norm: str = "after gate"
+    has_bias: bool = False
+    has_out_bias: bool = False
 
     @property
     def sizes(self) -> list[int]:
@@ -125,6 +129,11 @@ class ShortConvConfig:
     channels: int
     conv_size: int
     has_bias: bool = False
+
+    @property
+    def has_out_bias(self) -> bool:
+        """Of the last projection."""
+        return self.has_bias
 
     @property
     def sizes(self) -> list[int]:
@@ -188,6 +197,59 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Falcon-H1's (muP, arXiv 2203.03466): of what attention and the mixer take and give, of keys,
+    and of the gate and the result of a feed-forward. ssm: of z, x, B, C and dt.
+
+    No matrix is multiplied, so that codes stay what they are. The norm before the feed-forward and
+    its biases take `gate`; then what it adds to the residual stream is to be multiplied by
+    `summands`, which Factors have for the stream.
+    """
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    key: float = 1.0
+    ssm_in: float = 1.0
+    ssm_out: float = 1.0
+    ssm: tuple[float, ...] = (1.0,) * 5
+    gate: float = 1.0
+    down: float = 1.0
+
+    @property
+    def summands(self) -> float:
+        """As of Factors."""
+        return self.down / self.gate
+
+    @property
+    def scores(self) -> float:
+        """Of the scores of queries and keys that are made of the norm itself."""
+        return self.attention_in**2 * self.key
+
+    @property
+    def attended(self) -> float:
+        """Of what heads attend to, before the output projection."""
+        return self.attention_in * self.attention_out / self.summands
+
+    @property
+    def mixed(self) -> float:
+        """Of what a mixer gives, before its output projection."""
+        return self.ssm_out / self.summands
+
+    @property
+    def projected(self) -> tuple[float, ...]:
+        """Of z, x, B, C and dt that are made of the norm itself."""
+        return tuple(self.ssm_in * each for each in self.ssm)
+
+    def of_bias(self, part: str) -> float:
+        """Of the bias of a product, by the name of this."""
+        if part in ("q", "k", "v"):
+            return 1 / self.attention_in
+        if part == "o":
+            return self.attention_out / self.summands
+        return {"in": 1 / self.ssm_in, "out": self.mixed}.get(part, self.gate)
+
+
+@dataclass(frozen=True, slots=True)
 class LeftOut:
     """What a quantization_config lists: entries: the modules that stayed numbers; only: those that
     alone did not, () for all. See loading/left_out.py.
@@ -225,7 +287,8 @@ class ModelConfig:
     query_pre_attn_scalar: its root divides the scores (None: head_dim). local_rope: RoPE of the
     layers with a window (None: as in the others). final_logit_softcap: softcap of the logits.
     wrapper: the class in config.json if this is the text model of one for images, too. experts:
-    None: all layers have a feed-forward. recurrent: of recurrent layers, which have no KV.
+    None: all layers have a feed-forward. recurrent: of recurrent layers, which have no KV, unless
+    attends_beside: they have attention beside the rule, which both see the same norm.
     bare_layers: those without a feed-forward. shapes: of each layer where they differ, else (); see
     `shape`. layer_input_size: of the vector that each layer gets of a token id; 0: none. codes: a
     key of stored_codes.FORMATS, if the checkpoint has matrices of layers (MXFP4: of experts) in it;
@@ -259,6 +322,7 @@ class ModelConfig:
     final_logit_softcap: float | None = None
     wrapper: str = ""
     recurrent: AnyRecurrent | None = None
+    attends_beside: bool = False
     bare_layers: tuple[int, ...] = ()
     experts: ExpertsConfig | None = None
     shapes: tuple[LayerShape, ...] = ()
@@ -270,6 +334,7 @@ class ModelConfig:
     has_mtp: bool = False
     has_qk_norm: bool = True
     factors: Factors = Factors()
+    multipliers: Multipliers = Multipliers()
 
     def shape(self, layer: int) -> LayerShape:
         """The shape of a layer."""
@@ -300,7 +365,8 @@ class ModelConfig:
     def attention_layers(self) -> list[int]:
         """The layers with attention, that of the head for multi-token prediction last."""
         layers = range(self.num_layers + self.has_mtp)
-        return [layer for layer in layers if layer not in self.recurrent_layers]
+        without = () if self.attends_beside else self.recurrent_layers
+        return [layer for layer in layers if layer not in without]
 
     @property
     def kv_layers(self) -> list[int]:

@@ -7,6 +7,7 @@
  */
 enum { STRIPE = 4 }; /* vectors of columns */
 enum { TOKENS = 16 }; /* whose q and k are kept */
+enum { AFTER_GATE, BEFORE_GATE, NO_NORM }; /* Mamba-2's norm, as in models/mamba.py */
 enum { MAMBA, DELTA, SHORT_CONV }; /* rules: Mamba-2's, the gated delta rule, LFM2's convolution alone */
 
 typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step; strides in elements */
@@ -23,7 +24,8 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
     const float *conv_bias, *skip; /* of Mamba-2 (arXiv 2405.21060); a short convolution may have the first */
     /* Channels without heads are the values of one. */
     int64_t sequences, tokens, x_token, key_heads, heads, key_dim, value_dim, conv_size, is_bf16, threads, rule;
-    double eps;
+    int64_t norm_kind;
+    double eps, gate_by, step_by; /* the last two: what Mamba-2's z and dt are multiplied by */
 } delta_args;
 
 typedef struct { /* one sequence of the call */
@@ -156,21 +158,28 @@ INLINE void norm_head(const delta_args *a, int64_t token, int64_t head, const fl
     }
 }
 
-/* Of Mamba-2: what the heads of a key head give for a token, gated, then normed together. */
+/* Of Mamba-2: what the heads of a key head give for a token, gated, and normed together if there is a norm. */
 INLINE void norm_group(const delta_args *a, int64_t token, int64_t group, int mode) {
     const int64_t dim = a->heads / a->key_heads * a->value_dim, place = group * dim;
     float *x = a->mixed + token * channels_of(a) + 2 * key_size(a) + place;
     const char *z = AT(a->x, token * a->x_token + channels_of(a) + place, mode);
     char *out = AT(a->out, token * a->heads * a->value_dim + place, mode);
+    const int gates_first = a->norm_kind != BEFORE_GATE;
+    const vf by = splat((float)a->gate_by);
     vf squares = {0};
     for (int64_t d = 0; d < dim; d += LANES) {
-        const vf gated = LOAD(x, d, F32) * silu(LOAD(z, d, mode));
-        STORE(x, d, gated, F32);
-        squares = fused(gated, gated, squares);
+        vf made = LOAD(x, d, F32);
+        if (gates_first) made *= silu(LOAD(z, d, mode) * by);
+        STORE(x, d, made, F32);
+        squares = fused(made, made, squares);
     }
-    const float scale = 1.0f / sqrtf(sum_lanes(squares) / dim + (float)a->eps);
-    for (int64_t d = 0; d < dim; d += LANES)
-        STORE(out, d, LOAD(x, d, F32) * scale * LOAD(a->norm, place + d, F32), mode);
+    float scale = 1.0f;
+    if (a->norm_kind != NO_NORM) scale /= sqrtf(sum_lanes(squares) / dim + (float)a->eps);
+    for (int64_t d = 0; d < dim; d += LANES) {
+        vf normed = LOAD(x, d, F32) * scale * LOAD(a->norm, place + d, F32);
+        if (!gates_first) normed *= silu(LOAD(z, d, mode) * by);
+        STORE(out, d, normed, mode);
+    }
 }
 
 /* What a token of Mamba-2 brings to a head: q and k as they are, its decay and its step. */
@@ -178,7 +187,7 @@ INLINE void mamba_token(const delta_args *a, const head_t *h, const float *mixed
                         int64_t t, float projected, float *decay, float *by) {
     memcpy(h->q + t * a->key_dim, mixed + key, 4 * a->key_dim);
     memcpy(h->k + t * a->key_dim, mixed + key_size(a) + key, 4 * a->key_dim);
-    *by = softplus(projected + a->dt_bias[head]);
+    *by = softplus(projected * (float)a->step_by + a->dt_bias[head]);
     *decay = expf(a->decay[head] * *by);
 }
 

@@ -23,7 +23,7 @@ from nanoengine.kernels.c_build import SOURCE, load_library
 from nanoengine.kernels.call_tape import CallTape, CFunction
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws, likeliest
-from nanoengine.models.mamba import MambaNet
+from nanoengine.models.mamba import NORMS, MambaNet
 from nanoengine.models.rules import RecurrentNet
 from nanoengine.models.short_conv import ShortConvNet
 
@@ -32,7 +32,7 @@ from nanoengine.models.short_conv import ShortConvNet
 _ATTEND_ARGS = struct.Struct("=14Q16q2Q3qd")
 _NORM_ARGS = struct.Struct("=3Q10qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
-_DELTA_ARGS = struct.Struct("=14Q11qd")
+_DELTA_ARGS = struct.Struct("=14Q12q3d")
 _DRAW_ARGS = struct.Struct("=4Q5q")
 _LIKELIEST_ARGS = struct.Struct("=3Q5q")
 _CANDIDATE_BYTES = 16
@@ -385,7 +385,9 @@ class CpuKernels:
             _IS_BF16[x.dtype],
             torch.get_num_threads(),
             rule,
+            NORMS.index(net.shape.norm) if isinstance(net, MambaNet) else 0,
             getattr(net, "eps", 0.0),
+            *((net.gate_by, net.step_by) if isinstance(net, MambaNet) else (1.0, 1.0)),
         )
         function = self._short_conv if isinstance(net, ShortConvNet) else self._gated_delta
         self.tape.call(function, packed, pointed_to)

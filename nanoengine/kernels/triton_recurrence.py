@@ -17,6 +17,7 @@ from torch import Tensor
 from nanoengine.config.model import RecurrentConfig
 from nanoengine.context import ForwardContext, RecurrentState
 from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.mamba import MambaNet
 from nanoengine.models.rules import RecurrentNet
 from nanoengine.models.short_conv import ShortConvNet, short_conv
 
@@ -77,7 +78,7 @@ def _softplus(x):
 
 @triton.jit
 def _gates(
-    ends, token, head, decay, dt_bias, gates, HEADS: tl.constexpr, IS_DELTA: tl.constexpr
+    ends, token, head, decay, dt_bias, gates, step_by, HEADS: tl.constexpr, IS_DELTA: tl.constexpr
 ):  # fmt: skip
     """How a head's matrix decays at this token, and the share of v that it learns."""
     bias = tl.load(dt_bias + head)
@@ -86,7 +87,7 @@ def _gates(
         rate = _softplus(tl.load(ends + HEADS + head).to(tl.float32) + bias)
         share = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)
     else:
-        rate = _softplus(tl.load(ends + head).to(tl.float32) + bias)
+        rate = _softplus(tl.load(ends + head).to(tl.float32) * step_by + bias)
         share = rate
     to = gates + token.to(tl.int64) * (2 * HEADS) + head
     tl.store(to, tl.exp(tl.load(decay + head) * rate))
@@ -109,6 +110,7 @@ def mix(
     num_seqs,
     x_token,
     q_scale,
+    step_by,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -149,7 +151,7 @@ def mix(
     tl.store(mixed + token.to(tl.int64) * CHANNELS + at, y, mask=mask)
     if is_value:
         ends = x + token.to(tl.int64) * x_token + CHANNELS + HEADS * VALUE_DIM
-        _gates(ends, token, head, decay, dt_bias, gates, HEADS, IS_DELTA)
+        _gates(ends, token, head, decay, dt_bias, gates, step_by, HEADS, IS_DELTA)
 
 
 @triton.jit
@@ -238,6 +240,7 @@ def gated_norm(
     weight,
     out,
     eps,
+    gate_by,
     x_token,
     FIRST: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -245,14 +248,16 @@ def gated_norm(
     SIZE: tl.constexpr,
     PAD: tl.constexpr,
     IS_DELTA: tl.constexpr,
+    NORM: tl.constexpr,
 ):
-    """One token in one head of the delta rule, or in the heads of one key head of Mamba-2. x holds
-    the gates, `mixed` what the heads give, from column FIRST on.
+    """One token in one head of the delta rule, or in the heads of one key head of Mamba-2, whose
+    norm is one of NORMS. x holds the gates, `mixed` what the heads give, from column FIRST on.
     """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, PAD)
     mask, at = d < SIZE, group * SIZE + d
     gate = tl.load(x + token * x_token + CHANNELS + at, mask=mask, other=0.0).to(tl.float32)
+    gate *= gate_by
     gate = gate / (1.0 + tl.exp(-gate))
     wide = tl.load(mixed + token * CHANNELS + FIRST + at, mask=mask, other=0.0)
     dtype = out.dtype.element_ty
@@ -260,14 +265,17 @@ def gated_norm(
         wide = wide.to(dtype).to(tl.float32)
         weights = tl.load(weight + d, mask=mask, other=0.0)
     else:
-        wide = wide * gate
+        wide = wide if NORM == "before gate" else wide * gate
         weights = tl.load(weight + at, mask=mask, other=0.0)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    normed = wide
+    if NORM != "none":
+        normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
     if IS_DELTA:
         weighted = (weights * normed.to(dtype).to(tl.float32)).to(dtype)
         result = weighted.to(tl.float32) * gate
     else:
         result = normed * weights
+        result = result * gate if NORM == "before gate" else result
     tl.store(out + token * (GROUPS * SIZE) + at, result.to(dtype), mask=mask)
 
 
@@ -282,7 +290,9 @@ def recurrence(
         out.copy_(short_conv(x, net, state, ctx))
         return
     shape, is_delta = net.shape, isinstance(net, DeltaNet)
-    bias, skip = (None, None) if isinstance(net, DeltaNet) else (net.conv_bias, net.skip)
+    bias, skip, gate_by, step_by = None, None, 1.0, 1.0
+    if isinstance(net, MambaNet):
+        bias, skip, gate_by, step_by = net.conv_bias, net.skip, net.gate_by, net.step_by
     heads = shape.num_key_heads, shape.num_value_heads, shape.key_dim, shape.value_dim
     tokens, num_seqs, pad = len(x), len(ctx.kv_lens), triton.next_power_of_2
     mixed = x.new_empty(tokens, shape.channels, dtype=torch.float32)
@@ -291,8 +301,8 @@ def recurrence(
     widest = pad(max(shape.key_dim, shape.value_dim))
     mix[(tokens, 2 * shape.num_key_heads + shape.num_value_heads)](
         x, net.conv, bias, net.decay, net.dt_bias, state.inputs, *step, mixed, gates,
-        num_seqs, x.stride(0), shape.key_dim**-0.5, *heads, shape.conv_size, pad(shape.conv_size),
-        widest, is_delta, num_warps=1,
+        num_seqs, x.stride(0), shape.key_dim**-0.5, step_by, *heads, shape.conv_size,
+        pad(shape.conv_size), widest, is_delta, num_warps=1,
     )  # fmt: skip
     block, blocks = blocks_of(shape)
     share = pad(triton.cdiv(shape.channels, blocks * shape.num_value_heads))
@@ -304,8 +314,8 @@ def recurrence(
     groups = shape.num_value_heads if is_delta else shape.num_key_heads
     size = shape.value_size // groups
     gated_norm[(tokens, groups)](
-        x, mixed, net.norm, out, net.eps, x.stride(0), shape.channels - shape.value_size,
-        shape.channels, groups, size, pad(size), is_delta,
+        x, mixed, net.norm, out, net.eps, gate_by, x.stride(0), shape.channels - shape.value_size,
+        shape.channels, groups, size, pad(size), is_delta, shape.norm,
         num_warps=min(16, max(1, pad(size) // 256)),
     )  # fmt: skip
 

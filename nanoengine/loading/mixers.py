@@ -3,6 +3,7 @@
 Nemotron-H: a layer of the checkpoint is one thing: a Mamba-2 mixer, attention, a feed-forward or
 experts. A mixer and what of the last two is behind it are one layer here; some mixers have none.
 Granite 4: a layer is a mixer and a feed-forward, or experts with one beside them.
+Falcon-H1: a layer is a Mamba-2 mixer, attention beside it, and a feed-forward.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from nanoengine.config.model import ModelConfig, RecurrentConfig
-from nanoengine.errors import UnsupportedModelError, shown
+from nanoengine.errors import CorruptModelError, UnsupportedModelError, shown
 from nanoengine.loading.checkpoint import Part
 from nanoengine.loading.layer_kinds import MAX_CONV_SIZE, MAX_STATE_DIM
 from nanoengine.models.architecture import Architecture
@@ -20,6 +21,7 @@ from nanoengine.models.families import GRANITE_EXPERTS
 from nanoengine.text.checked_json import CheckedJson
 
 MAMBA, ATTENTION, MLP, EXPERTS = "M", "*", "-", "E"
+BOTH = "M*-"  # a layer of Falcon-H1
 _KINDS = {
     "linear_attention": MAMBA,
     "mamba": MAMBA,
@@ -30,7 +32,7 @@ _KINDS = {
 }
 # Keys of config.json: key heads, value heads, their sizes, and the convolution's.
 _KEYS = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel")
-_GRANITES = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
+_NEWER = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 _ENDS = {
     "embeddings": "model.embed_tokens",
     "embed_tokens": "model.embed_tokens",
@@ -83,10 +85,9 @@ def read_mamba(
     layers = tuple(i for i, mixer in enumerate(mixers) if mixer[0] == MAMBA)
     if not layers:
         return None
-    groups, heads, state, head_dim, conv = _GRANITES if architecture.mixers else _KEYS
+    groups, heads, state, head_dim, conv = _KEYS if architecture.pattern else _NEWER
     if content.get(head_dim) == "auto":
-        inner = content.size("mamba_expand") * content.size("hidden_size")
-        content.values[head_dim] = inner // content.size(heads)
+        content.values[head_dim] = _mamba_size(content, architecture) // content.size(heads)
     mamba = RecurrentConfig(
         layers=layers,
         num_key_heads=content.size(groups),
@@ -95,7 +96,15 @@ def read_mamba(
         value_dim=content.size(head_dim, limit=MAX_STATE_DIM),
         conv_size=content.size(conv, limit=MAX_CONV_SIZE),
         rule="mamba",
+        norm=_norm(content, architecture),
+        has_bias=content.flag("mamba_proj_bias"),
+        has_out_bias=content.flag("projectors_bias"),
     )
+    if architecture.both_mixers and mamba.value_size != _mamba_size(content, architecture):
+        raise CorruptModelError(
+            f"{content.path}: {mamba.num_value_heads} Mamba heads of {mamba.value_dim} are not the "
+            f"{_mamba_size(content, architecture)} numbers of 'mamba_d_ssm' or 'mamba_expand'"
+        )
     if mamba.num_value_heads % mamba.num_key_heads or mamba.conv_size < 2:
         raise UnsupportedModelError(
             f"{content.path}: {mamba.num_value_heads} Mamba heads, {mamba.num_key_heads} groups "
@@ -103,6 +112,22 @@ def read_mamba(
             "convolution 2 at least"
         )
     return mamba
+
+
+def _mamba_size(content: CheckedJson, architecture: Architecture) -> int:
+    """Of all heads of a mixer."""
+    if architecture.both_mixers and content.get("mamba_d_ssm") is not None:
+        return content.size("mamba_d_ssm")
+    return content.size("mamba_expand") * content.size("hidden_size")
+
+
+def _norm(content: CheckedJson, architecture: Architecture) -> str:
+    """As of RecurrentConfig."""
+    if not architecture.both_mixers:
+        return "after gate"
+    if not content.flag("mamba_rms_norm"):
+        return "none"
+    return "before gate" if content.flag("mamba_norm_before_gate") else "after gate"
 
 
 def read_inner_size(content: CheckedJson, architecture: Architecture) -> int:
@@ -127,6 +152,8 @@ def mixer_parts(model: ModelConfig, names: Iterable[str]) -> dict[str, Part]:
     architecture = ARCHITECTURES[model.architecture]
     if architecture.experts is GRANITE_EXPERTS:
         return dict(_granites_parts(model, names))
+    if architecture.both_mixers:
+        return dict(_falcons_parts(names))
     if not architecture.pattern:
         return {}
     places: list[tuple[int, str, str]] = []  # of each stored layer: the layer, its part, its norm
@@ -169,3 +196,13 @@ def _granites_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[
         elif rest == "input_linear.weight":
             yield f"{layer}.{place}.gate_proj.weight", Part(name, rows=(0, inner, 1))
             yield f"{layer}.{place}.up_proj.weight", Part(name, rows=(inner, None, 1))
+
+
+def _falcons_parts(names: Iterable[str]) -> Iterator[tuple[str, Part]]:
+    parts = {"mamba": "linear_attn", "feed_forward": "mlp"}
+    for name in names:
+        if name == "model.final_layernorm.weight":
+            yield "model.norm.weight", Part(name)
+        match = re.fullmatch(r"(model\.layers\.\d+)\.(mamba|feed_forward)\.(.+)", name)
+        if match:
+            yield f"{match[1]}.{parts[match[2]]}.{match[3]}", Part(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from nanoengine.loading.layer_shapes import read_shapes
 from nanoengine.loading.left_out import read_left_out
 from nanoengine.loading.mixers import (
     ATTENTION,
+    BOTH,
     MAMBA,
     eps_key,
     read_inner_size,
@@ -43,6 +45,7 @@ from nanoengine.loading.mixers import (
     read_mixers,
     read_pattern,
 )
+from nanoengine.loading.multipliers import checked_factor, with_multipliers
 from nanoengine.loading.packed_ints import packed_format
 from nanoengine.loading.refused import (
     about_architecture,
@@ -69,7 +72,6 @@ from nanoengine.text.checked_json import (
 from nanoengine.text.tokenizer_files import read_eos_id
 
 MAX_LAYERS = 10_000
-MAX_FACTOR = 1e4
 FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # as of Factors
 
 
@@ -121,6 +123,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         final_logit_softcap=_softcap(content, reads),
         wrapper=wrapper,
         recurrent=_recurrent(content, architecture, mixers, num_layers),
+        attends_beside=architecture.both_mixers,
         bare_layers=tuple(i for i, mixer in enumerate(mixers) if mixer in (MAMBA, ATTENTION)),
         experts=read_experts(content, architecture.experts, num_layers, mixers),
         shapes=shapes,
@@ -132,6 +135,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         has_qk_norm="use_qk_norm" not in reads or content.flag("use_qk_norm"),
         factors=_factors(content, reads),
     )
+    config = with_multipliers(config, content) if architecture.both_mixers else config
     return _with_good_heads(config, content.path)
 
 
@@ -160,18 +164,14 @@ def _query_scalar(
 
 
 def _factors(content: CheckedJson, reads: Collection[str]) -> Factors:
-    """Cohere's logits are multiplied, Granite's divided."""
+    """Cohere's and Falcon-H1's logits are multiplied, Granite's divided."""
     factors = Factors(*(_factor(content, reads, name) for name in FACTORS))
-    return replace(factors, logits=factors.logits / _factor(content, reads, "logit_scale"))
+    by = (_factor(content, reads, name) for name in ("logit_scale", "lm_head_multiplier"))
+    return replace(factors, logits=factors.logits / math.prod(by))
 
 
 def _factor(content: CheckedJson, reads: Collection[str], name: str) -> float:
-    factor = content.real(name, 1.0) if name in reads else 1.0
-    if not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:
-        raise CorruptModelError(
-            f"{content.path}: {name!r} is {factor}, not within {1 / MAX_FACTOR} to {MAX_FACTOR}"
-        )
-    return factor
+    return checked_factor(content, name, content.get(name)) if name in reads else 1.0
 
 
 def _config_json(folder: Path) -> CheckedJson:
@@ -213,11 +213,12 @@ def _unwrap(content: CheckedJson, wrapper: str) -> str:
 
 def _layers(content: CheckedJson, architecture: Architecture) -> tuple[list[str], int]:
     """As mixers.read_pattern, [] for other architectures; and the number of layers."""
-    if architecture.mixers:
-        mixers = read_mixers(content, content.size("num_hidden_layers", limit=MAX_LAYERS))
+    if architecture.pattern:
+        mixers = read_pattern(content)
         return mixers, len(mixers)
-    mixers = read_pattern(content) if architecture.pattern else []
-    return mixers, len(mixers) or content.size("num_hidden_layers", limit=MAX_LAYERS)
+    num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
+    mixers = read_mixers(content, num_layers) if architecture.mixers else []
+    return [BOTH] * num_layers if architecture.both_mixers else mixers, num_layers
 
 
 def _with_good_heads(config: ModelConfig, path: Path) -> ModelConfig:
@@ -377,7 +378,7 @@ def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
 def _has_window(content: CheckedJson, architecture: Architecture) -> bool:
     layer_types = content.get("layer_types")
     known = (FULL, RECURRENT) if architecture.recurrent else (FULL,)
-    has_others = architecture.mixers or architecture.short_convs
+    has_others = architecture.mixers or architecture.both_mixers or architecture.short_convs
     is_listed = isinstance(layer_types, list) and not has_others
     if is_listed and any(kind not in known for kind in layer_types):
         return True

@@ -92,7 +92,8 @@ class Architecture:
     recurrent: the projections of layers with a gated delta rule, if it has such layers; config.json
     says which ones. pattern: a checkpoint's layers are a mixer (Mamba-2's or attention) or a
     feed-forward each, by `hybrid_override_pattern`; see loading/mixers.py. mixers: each is such a
-    mixer, by `layer_types`, and a feed-forward. short_convs: some layers have a gated short
+    mixer, by `layer_types`, and a feed-forward. both_mixers: each is a Mamba-2 mixer, attention
+    beside it and a feed-forward. short_convs: some layers have a gated short
     convolution, see loading/short_convs.py.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
@@ -134,6 +135,7 @@ class Architecture:
     recurrent: tuple[str, ...] = ()
     pattern: bool = False
     mixers: bool = False
+    both_mixers: bool = False
     short_convs: bool = False
     windows: str = ""
     ropes_in_windows: bool = False

@@ -11,6 +11,7 @@ from nanoengine.models.families import (
     DOTS,
     ERNIE,
     ERNIE_DEFAULTS,
+    FALCON_H1,
     GEMMA_4,
     GEMMA_4_DEFAULTS,
     GEMMA_NORMS,
@@ -136,6 +137,7 @@ ARCHITECTURES = {
             "sliding_window_pattern": 4,
         },
     ),
+    "FalconH1ForCausalLM": Architecture("Falcon-H1 (0.5B to 34B, also H1R)", **FALCON_H1),
     "Gemma3ForCausalLM": Architecture(
         "Gemma 3",
         norms=GEMMA_NORMS,

@@ -32,7 +32,7 @@ from nanoengine.models.layer_ops import (
     head_logits,
     num_runs,
 )
-from nanoengine.models.layers import LayerEnd
+from nanoengine.models.layers import LayerEnd, MixerBeside
 from nanoengine.models.mtp import MtpHead
 from nanoengine.models.rope import Angles, Rotary
 
@@ -40,13 +40,14 @@ from nanoengine.models.rope import Angles, Rotary
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """One iteration of the loop over layers. rope: the index of its kind of rotation. end: what it
-    does last, where `after_attention` is not all.
+    does last, where `after_attention` is not all. beside: as of LayerParts.
     """
 
     attention: AnyAttention
     after_attention: AfterAttention
     rope: int
     end: LayerEnd | None
+    beside: MixerBeside | None = None
 
 
 def last(layers: Iterator[Tensor]) -> Tensor:
@@ -132,7 +133,7 @@ class Decoder:
             return _Layer(part.attention, beside, rope, None)
         if part.end is None:
             after_attention = ops.after_attention(part.out, part.mlp, next_qkv)
-            return _Layer(part.attention, after_attention, rope, None)
+            return _Layer(part.attention, after_attention, rope, None, part.beside)
         after_attention = ops.after_attention(part.out, part.mlp, None)
         return _Layer(part.attention, after_attention, rope, LayerEnd(ops, *part.end, next_qkv))
 
@@ -172,11 +173,13 @@ class Decoder:
         which a row goes. Kernels can fuse all that needs no KV cache, so after_attention does both
         sums, in place, and returns qkv(norm(x)) of the next layer. If an architecture has norms
         after attention and mlp, they are part of out and mlp. If it is parallel, mlp sees x as
-        attention did.
+        attention did. A mixer beside attention has its projection in qkv, and its sum comes first.
         """
         of_kinds = [*chain(*(zip(*each, strict=True) for each in angles))]
         qkv = self._first_qkv(x)
         for index, layer in enumerate(self._layers):
+            if layer.beside is not None:
+                qkv = layer.beside(x, qkv, of_kinds[layer.rope], ctx)
             attended = layer.attention(qkv, of_kinds[layer.rope], ctx)
             qkv = layer.after_attention(x, attended)
             if layer.end is not None:

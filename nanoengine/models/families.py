@@ -225,6 +225,7 @@ GRANITE_EXPERTS = ExpertNames(
     shared="shared_expert",
     shared_size="shared_intermediate_size",
 )
+NO_LIMIT = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 # Granite 4.
 GRANITE_HYBRID: dict[str, Any] = {
     "mixers": True,
@@ -235,7 +236,7 @@ GRANITE_HYBRID: dict[str, Any] = {
         "mamba_conv_bias": (None, True),
         "mamba_proj_bias": (None, False),
         "quantization_config": (None,),  # the halves of a tensor for gate and up have no scales
-        "time_step_limit": (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]),
+        "time_step_limit": NO_LIMIT,
     },
     "defaults": {
         "mamba_d_conv": 4,
@@ -247,6 +248,30 @@ GRANITE_HYBRID: dict[str, Any] = {
         "num_experts_per_tok": 2,
         "num_local_experts": 8,
         "shared_intermediate_size": 1024,
+    },
+}
+# Falcon-H1. A list of multipliers is read if there is one.
+FALCON_H1: dict[str, Any] = {
+    "norms": NormNames(before_mlp="pre_ff_layernorm"),
+    "both_mixers": True,
+    "reads": ("embedding_multiplier", "lm_head_multiplier"),
+    "requires": {
+        "hidden_act": (None, "silu", "swish"),
+        "mamba_conv_bias": (None, True),
+        "time_step_limit": NO_LIMIT,
+    },
+    "defaults": {
+        "mamba_d_conv": 4,
+        "mamba_d_head": "auto",
+        "mamba_d_ssm": 1024,
+        "mamba_d_state": 256,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 128,
+        "mamba_norm_before_gate": True,
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
     },
 }
 # LFM2.

@@ -30,6 +30,7 @@ from nanoengine.models.layers import (
     InputGate,
     LatentAttention,
     LayerInputs,
+    MixerBeside,
     RecurrentLayer,
     SharedKVAttention,
 )
@@ -63,9 +64,18 @@ def _rope(config: ModelConfig, layer: int) -> RopeConfig | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Projection:
+    """Of what a norm gives, to what attention or a recurrent layer takes."""
+
+    weight: Weight
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
     """What a layer computes, in this order. The products include the norms around them. end: of
     LayerEnd; None: there is none. mlp: None: there is none. is_parallel: as of Architecture.
+    beside: a mixer whose projection is in qkv; None: there is none.
     """
 
     qkv: Product
@@ -74,6 +84,7 @@ class LayerParts:
     mlp: Product | None
     end: tuple[InputGate | None, float] | None
     is_parallel: bool
+    beside: MixerBeside | None = None
 
 
 class LayerBuilder:
@@ -138,21 +149,36 @@ class LayerBuilder:
         config, names = self._config, self._architecture.norms
         layer = f"model.layers.{index}."
         before = self._norm_if(layer, names.before_attention)
-        if index in config.recurrent_layers:
-            make, part = self._recurrent, layer + "linear_attn."
-        elif config.latent is not None:
-            make, part = self._latent_attention, layer + "self_attn."
+        beside = None
+        if index in config.attention_layers:
+            make = self._attention if config.latent is None else self._latent_attention
+            projection, attention, out = make(index, layer + "self_attn.")
+            if index in config.recurrent_layers:
+                projection, beside = self._beside(index, layer + "linear_attn.", projection)
         else:
-            make, part = self._attention, layer + "self_attn."
-        qkv, attention, out = make(index, part, before)
+            projection, attention, out = self._recurrent(index, layer + "linear_attn.")
+        fused, normed = self._fused(before)
         return LayerParts(
-            qkv=qkv,
+            qkv=normed(self._ops.linear(projection.weight, projection.bias, fused)),
             attention=attention,
             out=self._then_normed(out, self._norm_if(layer, names.after_attention)),
             mlp=None if index in config.bare_layers else self._mlp(index, layer, before),
             end=self._end(layer),
             is_parallel=self._architecture.is_parallel,
+            beside=beside,
         )
+
+    def _beside(self, index: int, prefix: str, qkv: Projection) -> tuple[Projection, MixerBeside]:
+        """A mixer beside attention, and one projection for both."""
+        own, mixer, out = self._recurrent(index, prefix)
+        width, bias = qkv.weight.shape[0], None
+        given = qkv.bias if own.bias is None else own.bias
+        if given is not None:
+            zeros = (given.new_zeros(each.weight.shape[0]) for each in (qkv, own))
+            both = zip((qkv.bias, own.bias), zeros, strict=True)
+            bias = torch.cat([zero if bias is None else bias for bias, zero in both])
+        whole = Projection(joined([qkv.weight, own.weight]), bias)
+        return whole, MixerBeside(self._ops, width, mixer, out)
 
     def _end(self, layer: str) -> tuple[InputGate | None, float] | None:
         if not self._architecture.layer_scalar:
@@ -168,9 +194,7 @@ class LayerBuilder:
             )
         return gate, scalar
 
-    def _attention(
-        self, index: int, prefix: str, norm: Norm | None
-    ) -> tuple[Product, AnyAttention, Product]:
+    def _attention(self, index: int, prefix: str) -> tuple[Projection, AnyAttention, Product]:
         config, architecture, shape = self._config, self._architecture, self._config.shape(index)
         out = self._summand(prefix, "o", has_out_bias(config))
         among = config.attention_layers.index(index)
@@ -178,7 +202,7 @@ class LayerBuilder:
             shared = SharedKVAttention(
                 self._ops, among, config.num_heads, self._head_norm(prefix + "q_norm")
             )
-            return self._qkv(prefix, norm, "q"), shared, out
+            return self._qkv(prefix, "q"), shared, out
         sinks = self._numbers_if(architecture.sinks, prefix + "sinks")
         attention = Attention(
             self._ops,
@@ -190,12 +214,13 @@ class LayerBuilder:
             architecture.output_gate,
             None if sinks is None else sinks.float(),
             shape.values_are_keys,
+            config.multipliers.attended,
         )
-        return self._qkv(prefix, norm, "qk" if shape.values_are_keys else "qkv"), attention, out
+        return self._qkv(prefix, "qk" if shape.values_are_keys else "qkv"), attention, out
 
     def _latent_attention(
-        self, index: int, prefix: str, norm: Norm | None
-    ) -> tuple[Product, AnyAttention, Product]:
+        self, index: int, prefix: str
+    ) -> tuple[Projection, AnyAttention, Product]:
         config, ops, shape = self._config, self._ops, self._config.latent
         assert shape is not None
         num_heads, query, eps = config.num_heads, None, LATENT_NORM_EPS
@@ -215,7 +240,7 @@ class LayerBuilder:
             Norm(self._numbers(prefix + "kv_a_layernorm.weight"), eps),
             *map(ops.per_head, absorbed(from_latent.view(num_heads, -1, shape.kv_rank), shape)),
         )
-        qkv = ops.linear(joined([q, in_order(kv, latent_rows(shape))]), None, norm)
+        qkv = Projection(joined([q, in_order(kv, latent_rows(shape))]))
         return qkv, attention, self._summand(prefix, "o", has_bias=False)
 
     def _head_norms(self, prefix: str) -> tuple[Norm, ...]:
@@ -227,13 +252,11 @@ class LayerBuilder:
             return q, k
         return q, k, replace(k, weight=torch.ones_like(k.weight))
 
-    def _qkv(self, prefix: str, norm: Norm | None, parts: str) -> Product:
+    def _qkv(self, prefix: str, parts: str) -> Projection:
         names = ("qkv",) if "qkv" in self._architecture.fused else tuple(parts)
         weights, biases = self._weights(prefix, names, has_qkv_bias(self._config))
         weight = self._in_order(weights)
-        bias = numbers_of(self._in_order([*biases])) if biases else None
-        fused, normed = self._fused(norm)
-        return normed(self._ops.linear(weight, bias, fused))
+        return Projection(weight, numbers_of(self._in_order([*biases])) if biases else None)
 
     def _in_order(self, parts: list[Weight]) -> Weight:
         """Weights or biases of q, k and v as [(heads + 2 kv_heads) x head_dim, ...], the heads of q
@@ -252,20 +275,21 @@ class LayerBuilder:
         order = torch.cat((q_and_k[:, self._head_order.cpu()], others)).flatten()
         return in_order(qkv, order)
 
-    def _recurrent(
-        self, index: int, prefix: str, norm: Norm | None
-    ) -> tuple[Product, AnyAttention, Product]:
-        shape = self._config.recurrent
+    def _recurrent(self, index: int, prefix: str) -> tuple[Projection, RecurrentLayer, Product]:
+        shape, config = self._config.recurrent, self._config
         assert shape is not None
-        tiles, has_bias = None, isinstance(shape, ShortConvConfig) and shape.has_bias
+        tiles = None
         if isinstance(shape, RecurrentConfig) and shape.out_tiles > 1:
             tiles = Tiles(shape.out_tiles, shape.value_dim)
-        net = make_net(shape, lambda n: self._numbers(prefix + n), self._config.rms_norm_eps)
-        bias, out_bias = (
-            self._numbers_if(has_bias, f"{prefix}{name}_proj.bias") for name in ("in", "out")
+        net = make_net(
+            shape, lambda n: self._numbers(prefix + n), config.rms_norm_eps, config.multipliers
         )
+        bias = self._bias(prefix, "in") if shape.has_bias else None
+        if bias is not None and isinstance(shape, RecurrentConfig):
+            bias = bias[flat_rows(torch.arange(len(bias)), shape).to(bias.device)]
+        out_bias = self._bias(prefix, "out") if shape.has_out_bias else None
         return (
-            self._ops.linear(self._projections(prefix, shape), bias, norm),
+            Projection(self._projections(prefix, shape), bias),
             RecurrentLayer(self._ops, shape.layers.index(index), net),
             self._ops.summand(self._source(prefix + "out_proj.weight"), out_bias, tiles),
         )
@@ -296,6 +320,9 @@ class LayerBuilder:
         norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
         if self._architecture.is_parallel:
             norm = before_attention
+        gate = self._config.multipliers.gate
+        if norm is not None and gate != 1:
+            norm = replace(norm, weight=norm.weight.float() * gate)
         experts, expert_names = experts_of(self._config, index), self._architecture.experts
         if experts is None or expert_names is None:
             return self._dense(prefix, norm, norm_after)
@@ -380,7 +407,14 @@ class LayerBuilder:
         self, prefix: str, names: tuple[str, ...], has_bias: bool
     ) -> tuple[list[Weight], list[Tensor]]:
         weights = [self._source(f"{prefix}{name}_proj.weight") for name in names]
-        return weights, [self._numbers(f"{prefix}{name}_proj.bias") for name in names if has_bias]
+        return weights, [self._bias(prefix, name) for name in names if has_bias]
+
+    def _bias(self, prefix: str, name: str) -> Tensor:
+        bias, factor = (
+            self._numbers(f"{prefix}{name}_proj.bias"),
+            self._config.multipliers.of_bias(name),
+        )
+        return bias if factor == 1 else bias * factor
 
     def _numbers(self, name: str) -> Tensor:
         """A tensor that is never codes."""

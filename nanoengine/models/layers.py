@@ -29,11 +29,13 @@ class Attention:
         has_gate: bool = False,
         sinks: Tensor | None = None,
         values_are_keys: bool = False,
+        factor: float = 1.0,
     ) -> None:
         """layer: counted among those with attention. norms: of q, of k and perhaps of v, over each
         head, or over all of them where the weight is as long. norms_turned: those come after the
         rotation; then angles have those of no rotation, too. has_gate: a gate for each head follows
-        v. sinks: as in AttentionBackend.run. values_are_keys: v is not there, but is k.
+        v. sinks: as in AttentionBackend.run. values_are_keys: v is not there, but is k. factor: of
+        what is attended to.
         """
         self._ops = ops
         self._layer = layer
@@ -41,7 +43,7 @@ class Attention:
         self._heads = [num_heads, *[num_kv_heads] * num_kv, *[num_heads] * has_gate]
         self._values_are_keys = values_are_keys
         self._norms, self._norms_turned = norms, norms_turned
-        self._sinks = sinks
+        self._sinks, self._factor = sinks, factor
 
     def __call__(self, qkv: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
         """[tokens, (heads + 2 kv_heads) x head_dim] -> attended values [tokens, heads x head_dim].
@@ -64,6 +66,8 @@ class Attention:
         if of_queries:
             q = self._ops.rotate(q, *of_queries)
         attended = ctx.attention.run(self._layer, q, ctx, self._sinks).view(tokens, -1)
+        if self._factor != 1:
+            self._ops.scale(attended, self._factor)
         return self._ops.sigmoid_mul(attended, gates[0]) if gates else attended
 
     def _normed(self, heads: Tensor, norm: Norm) -> Tensor:
@@ -151,6 +155,21 @@ class RecurrentLayer:
     def __call__(self, projected: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
         """[tokens, sum(shape.sizes)] -> [tokens, value_heads x value_dim]. Nothing is rotated."""
         return self._ops.recurrence(projected, self._net, ctx.kv.state(self._layer), ctx)
+
+
+class MixerBeside:
+    """A recurrent layer that has attention beside it (Falcon-H1, arXiv 2507.22448)."""
+
+    def __init__(self, ops: LayerOps, width: int, mixer: RecurrentLayer, out: Product) -> None:
+        """width: of qkv, before which the mixer's projection does not begin."""
+        self._ops, self._width, self._mixer, self._out = ops, width, mixer, out
+
+    def __call__(self, x: Tensor, projected: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
+        """[tokens, width + sum(shape.sizes)] -> qkv. Adds what the mixer gives to x, in place."""
+        sizes = self._width, projected.shape[1] - self._width
+        qkv, mixed = projected.split_with_sizes(sizes, dim=1)
+        self._ops.accumulate(x, self._out(self._mixer(mixed, angles, ctx)))
+        return qkv
 
 
 class LayerInputs:

@@ -18,6 +18,10 @@ from nanoengine.config.model import RecurrentConfig
 from nanoengine.context import ForwardContext, RecurrentState
 from nanoengine.models.recurrence import convolve, each_step, new_sequences
 
+# What becomes of a head's results and the gate: both multiplied, then normed; normed, then
+# multiplied; or multiplied alone.
+NORMS = ("after gate", "before gate", "none")
+
 
 @dataclass(frozen=True, slots=True)
 class MambaNet:
@@ -28,7 +32,9 @@ class MambaNet:
     decay       fp32 [value_heads]: A; dt is the softplus of what is projected + dt_bias
     dt_bias     fp32 [value_heads]
     skip        fp32 [value_heads]: D
-    norm        fp32 [value_size]: of the heads that a key head serves; eps: of this norm
+    norm        fp32 [value_size]: of the heads that a key head serves; eps: of this norm. Without
+                one results are multiplied by it nevertheless
+    gate_by, step_by: what z and dt are multiplied by
     """
 
     shape: RecurrentConfig
@@ -39,6 +45,8 @@ class MambaNet:
     skip: Tensor
     norm: Tensor
     eps: float
+    gate_by: float = 1.0
+    step_by: float = 1.0
 
 
 def flat_rows(rows: Tensor, shape: RecurrentConfig) -> Tensor:
@@ -68,7 +76,7 @@ def mamba(x: Tensor, net: MambaNet, state: RecurrentState, ctx: ForwardContext) 
     q, k = (each.view(tokens, -1, shape.key_dim) for each in (q, k))
     q, k = (each.repeat_interleave(group, dim=1) for each in (q, k))
     v = v.view(tokens, -1, shape.value_dim)
-    step_size = functional.softplus(dt.float() + net.dt_bias)
+    step_size = functional.softplus(dt.float() * net.step_by + net.dt_bias)
     decay = (net.decay * step_size).exp()
     learnt = v * step_size.unsqueeze(-1)
     read = torch.empty_like(v)
@@ -81,8 +89,17 @@ def mamba(x: Tensor, net: MambaNet, state: RecurrentState, ctx: ForwardContext) 
 
     each_step(state, ctx, is_new, step)
     read += net.skip[:, None] * v
-    gated = (read.view(tokens, -1) * functional.silu(z.float())).view(
-        tokens, shape.num_key_heads, -1
-    )
-    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + net.eps)
-    return (normed.view(tokens, -1) * net.norm).to(x.dtype)
+    gate = functional.silu(z.float() * net.gate_by)
+    return gated_norm(read.view(tokens, -1), gate, net).to(x.dtype)
+
+
+def gated_norm(read: Tensor, gate: Tensor, net: MambaNet) -> Tensor:
+    """What heads give and the gate's silu, fp32 [tokens, value_size] -> one of NORMS of both."""
+    kind = net.shape.norm
+    made = read * gate if kind != "before gate" else read
+    if kind != "none":
+        groups = made.view(len(made), net.shape.num_key_heads, -1)
+        scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + net.eps)
+        made = (groups * scale).view(made.shape)
+    made = made * net.norm
+    return made * gate if kind == "before gate" else made

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanoengine.config.model import AnyRecurrent, ShortConvConfig
+from nanoengine.config.model import AnyRecurrent, Multipliers, ShortConvConfig
 from nanoengine.context import ForwardContext, RecurrentState
 from nanoengine.models.delta_net import DeltaNet, gated_delta
 from nanoengine.models.mamba import MambaNet, flat_rows, mamba
@@ -25,8 +25,12 @@ def recurrence(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: Forward
     return short_conv(x, net, state, ctx)
 
 
-def make_net(shape: AnyRecurrent, tensor: Callable[[str], Tensor], eps: float) -> RecurrentNet:
-    """tensor: gives one of a layer by its name there. eps: of the norm behind the rule."""
+def make_net(
+    shape: AnyRecurrent, tensor: Callable[[str], Tensor], eps: float, multipliers: Multipliers
+) -> RecurrentNet:
+    """tensor: gives one of a layer by its name there. eps: of the norm behind the rule. What is
+    convolved is multiplied by way of the convolution, what the rule gives by way of the norm.
+    """
 
     def wide(name: str) -> Tensor:
         return tensor(name).float()
@@ -35,9 +39,18 @@ def make_net(shape: AnyRecurrent, tensor: Callable[[str], Tensor], eps: float) -
     if isinstance(shape, ShortConvConfig):
         bias = wide("conv1d.bias") if shape.has_bias else None
         return ShortConvNet(shape, conv.T.contiguous(), bias)
-    decay, dt_bias, norm = -wide("A_log").exp(), wide("dt_bias"), wide("norm.weight")
+    decay, dt_bias = -wide("A_log").exp(), wide("dt_bias")
     if shape.rule == "delta":
+        norm = wide("norm.weight")
         return DeltaNet(shape, conv.T.contiguous(), decay, dt_bias, norm, eps)
     order = flat_rows(torch.arange(shape.channels), shape).to(conv.device)
-    conv, bias = conv[order].T.contiguous(), wide("conv1d.bias")[order]
-    return MambaNet(shape, conv, bias, decay, dt_bias, wide("D"), norm, eps)
+    keys = shape.num_key_heads * shape.key_dim
+    gate_by, *of_mixed, step_by = multipliers.projected
+    factors = torch.tensor(of_mixed).repeat_interleave(torch.tensor([shape.value_size, keys, keys]))
+    conv = (conv * factors.to(conv.device)[:, None])[order].T.contiguous()
+    has_norm = shape.norm != "none"
+    norm = wide("norm.weight") if has_norm else torch.ones(shape.value_size, device=conv.device)
+    return MambaNet(
+        *(shape, conv, wide("conv1d.bias")[order], decay, dt_bias, wide("D")),
+        *(norm * multipliers.mixed, eps, gate_by, step_by),
+    )

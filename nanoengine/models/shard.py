@@ -41,7 +41,7 @@ class Shard:
         elif recurrent is not None:
             num, num_keys = recurrent.num_value_heads, recurrent.num_key_heads
             divided = [*divided, num]
-            if recurrent.rule == "delta":
+            if recurrent.rule == "delta" or recurrent.norm == "none":
                 shared = [*shared, num_keys]
             else:  # a norm is of the heads of a key head
                 divided.append(num_keys)

@@ -21,12 +21,10 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     shapes.update(_input_shapes(config))
     for layer in range(config.num_layers):
-        is_recurrent = layer in config.recurrent_layers
-        shapes.update(
-            _recurrent_shapes(config, f"model.layers.{layer}.linear_attn.")
-            if is_recurrent
-            else _attention_shapes(config, layer)
-        )
+        if layer in config.recurrent_layers:
+            shapes.update(_recurrent_shapes(config, f"model.layers.{layer}.linear_attn."))
+        if layer in config.attention_layers:
+            shapes.update(_attention_shapes(config, layer))
         shapes.update(_other_shapes(config, layer))
     if config.has_mtp:
         shapes.update(_mtp_shapes(config))
@@ -163,6 +161,10 @@ def _rule_shapes(
         yield f"{part}in_proj.weight", (sum(recurrent.sizes), config.hidden_size)
         yield f"{part}conv1d.bias", (recurrent.channels,)
         yield f"{part}D", (heads,)
+        if recurrent.has_bias:
+            yield f"{part}in_proj.bias", (sum(recurrent.sizes),)
+        if recurrent.has_out_bias:
+            yield f"{part}out_proj.bias", (config.hidden_size,)
     rows = {"qkv": recurrent.channels, "z": recurrent.value_size, "b": heads, "a": heads}
     rows |= {"qkvz": recurrent.channels + recurrent.value_size, "ba": 2 * heads}
     for name in ARCHITECTURES[config.architecture].recurrent:
@@ -170,7 +172,8 @@ def _rule_shapes(
     yield f"{part}A_log", (heads,)
     yield f"{part}dt_bias", (heads,)
     is_of_heads = recurrent.rule == "delta"
-    yield f"{part}norm.weight", (recurrent.value_dim if is_of_heads else recurrent.value_size,)
+    if recurrent.norm != "none":
+        yield f"{part}norm.weight", (recurrent.value_dim if is_of_heads else recurrent.value_size,)
 
 
 def _mlp_shapes(

@@ -56,6 +56,8 @@ def activation_bytes(
     # Inputs of all layers live as long as the step; their norm takes most while they are made.
     inputs = config.num_layers * config.layer_input_size
     of_layer = inputs * element_size + max(attention, feed_forward, rule)
+    if config.attends_beside:
+        of_layer += min(attention, rule)
     made = 3 * element_size if in_c else 4 * element_size + 8
     per_token = stream + max(inputs * made, of_layer)
     if config.has_mtp:  # it has a residual stream of its own, of two vectors, and logits

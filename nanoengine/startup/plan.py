@@ -239,12 +239,11 @@ def _states(kv: KVSpec) -> str:
     """What recurrent layers take, and what they do without."""
     assert kv.recurrent is not None
     each = f"{kv.bytes_of_a_state / (1 << 20):.1f} MiB"
-    kept = f", and keep it beside guesses ({each} more)" if kv.keeps_states else ""
-    num = len(kv.recurrent.layers)
+    kept = f", {each} more beside guesses" if kv.keeps_states else ""
     return (
-        f"{num} of {kv.num_layers + num} layers have no KV but a "
-        f"state of {each} for each request at once{kept}; {kv.num_snapshots} snapshots in RAM "
-        "for cached prefixes and preempted requests; no resident drafts"
+        f"{len(kv.recurrent.layers)} layers have a state, {kv.num_layers} KV; states take {each} "
+        f"for each request at once{kept}; {kv.num_snapshots} snapshots in RAM for cached prefixes "
+        "and preempted requests; no resident drafts"
     )
 
 

@@ -1,5 +1,6 @@
 """What llama.cpp's converters make of models with Mamba-2 layers: Mamba2Model in its mamba.py,
-GraniteHybridModel in its granite.py and NemotronHModel in its nemotron.py.
+GraniteHybridModel in its granite.py, NemotronHModel in its nemotron.py and FalconH1Model in its
+falcon_h1.py.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
-WITH_MAMBA = ("granitehybrid", *NEMOTRONS)
+FALCON = "falcon-h1"
+WITH_MAMBA = (FALCON, "granitehybrid", *NEMOTRONS)
 _MATRICES = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
 _NUMBERS = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
 NEMOTRON_NAMES = {
@@ -31,7 +33,13 @@ NEMOTRON_NAMES = {
     **{f"mixer.{name}": theirs for name, theirs in _MATRICES.items()},
 }
 GRANITE_HYBRID_NAMES = {f"mamba.{name}": theirs for name, theirs in _MATRICES.items()}
+FALCON_NAMES = {
+    "model.final_layernorm": "output_norm",
+    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    **GRANITE_HYBRID_NAMES,
+}
 ODD_MAMBA_NAMES = {
+    "pre_ff_layernorm.weight": "ffn_norm",
     "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
     **{
         f"{block}.{name}": theirs
@@ -66,6 +74,31 @@ def mamba_changed(config: dict[str, Any], name: str, values: Array) -> dict[str,
     return {f"{prefix}{end}.gate_proj.weight": gate, f"{prefix}{end}.up_proj.weight": up}
 
 
+def with_multipliers(config: dict[str, Any], name: str, values: Array) -> Array:
+    """A matrix of Falcon-H1 as its converter multiplies it."""
+    part = name.split(".")[-2]
+    if part == "in_proj":
+        inner, heads = config["mamba_d_ssm"], config["mamba_n_heads"]
+        keys = config["mamba_n_groups"] * config["mamba_d_state"]
+        rows = np.repeat(config["ssm_multipliers"], (inner, inner, keys, keys, heads))
+        factors = config["ssm_in_multiplier"] * rows[:, None]
+        return (values * factors).astype(values.dtype)
+    taken = config["attention_in_multiplier"]
+    gate, down = config["mlp_multipliers"]
+    factor = {
+        "q_proj": taken,
+        "k_proj": taken * config["key_multiplier"],
+        "v_proj": taken,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "gate_proj": gate,
+        "down_proj": down,
+        "embed_tokens": config["embedding_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+    }.get(part, 1.0)
+    return (values * factor).astype(values.dtype)
+
+
 def usual_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Keys that other models have, too, and Nemotron-H does not."""
     return {
@@ -77,6 +110,8 @@ def usual_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 def mamba_file_settings(config: dict[str, Any], arch: str) -> dict[str, Any]:
     """Metadata that differs from other models'; None: there is none."""
+    if arch == FALCON:
+        return {f"{arch}.{key}": value for key, value in _falcon_settings(config).items()}
     if arch == "granitehybrid":
         settings = _granite_settings(config)
     else:
@@ -107,6 +142,17 @@ def _granite_settings(config: dict[str, Any]) -> dict[str, Any]:
         "ssm.group_count": config["mamba_n_groups"],
         "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
         "ssm.time_step_rank": heads,
+    }
+
+
+def _falcon_settings(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "rope.dimension_count": None,
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.group_count": config["mamba_n_groups"],
+        "ssm.inner_size": config["mamba_d_ssm"],
+        "ssm.time_step_rank": config["mamba_n_heads"],
     }
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as QuantType
 from gguf_mamba import (
+    FALCON,
+    FALCON_NAMES,
     GRANITE_HYBRID_NAMES,
     NEMOTRON_NAMES,
     NEMOTRONS,
@@ -21,6 +23,7 @@ from gguf_mamba import (
     mamba_file_settings,
     nemotron_kind,
     usual_keys,
+    with_multipliers,
 )
 from tokenizers import pre_tokenizers
 
@@ -126,6 +129,7 @@ NAMES = {
     "dots1": ORIGINAL_NAMES | SHARED_NAMES,
     "ernie4_5-moe": ORIGINAL_NAMES | SHARED_NAMES,
     "exaone4": EXAONE_NAMES,
+    FALCON: ORIGINAL_NAMES | FALCON_NAMES,
     "gemma3": GEMMA_NAMES,
     "gemma4": GEMMA_4_NAMES,
     "glm4": GLM4_NAMES,
@@ -163,7 +167,8 @@ ODD_NAMES = {
     "router.per_expert_scale": "ffn_down_exps.scale",
     **ODD_MAMBA_NAMES,
 }
-INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3", *WITH_MAMBA)
+INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3")
+INTERLEAVED += ("granitehybrid", *NEMOTRONS)
 WITH_NORM_OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
     "ApertusForCausalLM": "apertus",
@@ -176,6 +181,7 @@ ARCHITECTURES = {
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "Exaone4ForCausalLM": "exaone4",
+    "FalconH1ForCausalLM": FALCON,
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4",
@@ -302,6 +308,8 @@ class GGUFModel:
             for name in sorted(reader.names()):
                 values = reader.tensor(name).float().numpy().copy()
                 name = name.replace("backbone.", "model.")
+                if self.arch == FALCON:
+                    values = with_multipliers(self.config, name, values)
                 if self.arch in WITH_MAMBA and not re.search(r"_proj\.|moe\.\w+_linear", name):
                     changed = mamba_changed(self.config, name, values)
                     tensors |= {gguf_name(each, names): v for each, v in changed.items()}

@@ -22,6 +22,10 @@ SHAPES: dict[str, AnyRecurrent] = {
     "odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3),
     "Mamba-2": RecurrentConfig((0,), 1, 3, 128, 64, 4, rule="mamba"),
     "Mamba-2 of odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3, rule="mamba"),
+    "Falcon-H1": RecurrentConfig((0,), 1, 3, 128, 64, 4, rule="mamba", norm="none"),
+    "a norm before the gate": RecurrentConfig(
+        (0,), 2, 4, 12, 75, 3, rule="mamba", norm="before gate"
+    ),
     "short convolution": ShortConvConfig((0,), 2048, 3),
     "short convolution of odd sizes": ShortConvConfig((0,), 75, 4, has_bias=True),
 }
@@ -43,7 +47,8 @@ def make_net(shape: AnyRecurrent, device: torch.device = CPU) -> RecurrentNet:
     if shape.rule == "delta":
         return DeltaNet(shape, conv, decay, dt_bias, random_of(shape.value_dim), 1e-6)
     bias, skip, norm = (random_of(n) for n in (shape.channels, heads, shape.value_size))
-    return MambaNet(shape, conv, bias, decay, dt_bias, skip, norm, 1e-6)
+    factors = (1.0, 1.0) if shape.norm == "after gate" else (0.7, 1.3)
+    return MambaNet(shape, conv, bias, decay, dt_bias, skip, norm, 1e-6, *factors)
 
 
 def make_state(

@@ -110,6 +110,24 @@ GRANITE_HYBRID = {
     "mamba_n_heads": 8,
     "rms_norm_eps": 0.02,
 }
+FALCON_H1 = {  # multipliers as far apart as those of published models
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9375,
+    "embedding_multiplier": 5.65,
+    "key_multiplier": 0.39,
+    "lm_head_multiplier": 0.7,
+    "mlp_multipliers": [0.88, 0.59],
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.35, 0.25, 0.45, 0.5, 0.6],
+    "ssm_out_multiplier": 0.24,
+    "mamba_d_ssm": 96,
+    "mamba_d_state": 20,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_rms_norm": False,
+    "mamba_norm_before_gate": False,
+    "pad_token_id": None,
+}
 HYBRID_EXPERTS = {
     "num_experts": 5,
     "num_experts_per_tok": 2,

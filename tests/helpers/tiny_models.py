@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # First: it sets what the libraries read at import.
 from tiny_model import (
+    FALCON_H1,
     GRANITE_HYBRID,
     HYBRID,
     HYBRID_EXPERTS,
@@ -36,6 +37,8 @@ from transformers import (
     Ernie4_5ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
@@ -592,6 +595,24 @@ TINY: dict[str, TinyModel] = {
             "tie_word_embeddings": True,
         },
         seed=62,
+    ),
+    # Attention and Mamba-2 side by side, and every multiplier; one group without a norm.
+    "falcon-h1": TinyModel(FalconH1Config, FalconH1ForCausalLM, FALCON_H1, seed=64),
+    # A norm before the gate, groups, another convolution, tied embeddings and all biases.
+    "falcon-h1-norm": TinyModel(
+        FalconH1Config,
+        FalconH1ForCausalLM,
+        FALCON_H1
+        | {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": True,
+            "mamba_n_groups": 4,
+            "mamba_d_conv": 3,
+            "tie_word_embeddings": True,
+            **dict.fromkeys(("attention_bias", "mlp_bias"), True),
+            **dict.fromkeys(("mamba_proj_bias", "projectors_bias"), True),
+        },
+        seed=65,
     ),
     # Short convolutions with biases and of another size; a feed-forward of two thirds, rounded up.
     "lfm2": TinyModel(

@@ -46,7 +46,7 @@ NAMES += ("gemma4", "gemma4-moe", "gemma4-shared", "deepseek-v2", "deepseek-v3",
 NAMES += ("ernie", "ernie-moe", "exaone4", "exaone4-full", "glm4", "granite", "granite-moe")
 NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "lfm2", "lfm2-moe")
 NAMES += ("ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
-NAMES += ("cohere", "cohere2", "dots1", "granite-moe-shared", "minimax-m2")
+NAMES += ("cohere", "cohere2", "dots1", "falcon-h1", "granite-moe-shared", "minimax-m2")
 BY_DEFAULT = (
     *NAMES[:2],
     "apertus",
@@ -55,6 +55,7 @@ BY_DEFAULT = (
     "minimax-m2",
     "ernie-moe",
     "exaone4",
+    "falcon-h1",
     "glm4",
     "granite",
     "granite-hybrid",
@@ -67,6 +68,17 @@ BY_DEFAULT = (
     "qwen3.5-moe",
     "gemma4-shared",
 )
+POWERS_OF_TWO = {
+    "attention_in_multiplier": 0.5,
+    "attention_out_multiplier": 2.0,
+    "embedding_multiplier": 8.0,
+    "key_multiplier": 0.25,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [2.0, 0.25],
+    "ssm_in_multiplier": 0.5,
+    "ssm_multipliers": [0.5, 4.0, 2.0, 0.25, 1.0],
+    "ssm_out_multiplier": 0.5,
+}
 PROMPTS = [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
 quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
 
@@ -83,6 +95,8 @@ def rounded(source: Path, folder: Path) -> Path:
     config = json.loads(path.read_text())
     if config["architectures"] == ["Qwen3NextForCausalLM"]:
         config["norm_topk_prob"] = True  # as llama.cpp has it in its code
+    if config["architectures"] == ["FalconH1ForCausalLM"]:  # so are weights that they multiply
+        config |= POWERS_OF_TWO
     if config["architectures"] == ["Lfm2MoeForCausalLM"]:
         config["routed_scaling_factor"] = 1.0  # no key of a file says it
     if "kv_lora_rank" in config:  # so has it these: pairs are neighbours, YaRN has one mscale

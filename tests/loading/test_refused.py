@@ -23,8 +23,8 @@ KINDS = {
     ),
     "recurrent or linear attention": (
         "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM qwen35 MambaForCausalLM mamba2 "
-        "JambaForCausalLM Lfm3ForCausalLM lfm3 granitehybrid FalconH1ForCausalLM "
-        "falcon-h1 RwkvForCausalLM MiniMaxForCausalLM"
+        "JambaForCausalLM Lfm3ForCausalLM lfm3 granitehybrid "
+        "RwkvForCausalLM MiniMaxForCausalLM"
     ),
     "only text models are supported": (
         "Gemma3nForConditionalGeneration clip InternVLChatModel "

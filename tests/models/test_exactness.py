@@ -66,7 +66,7 @@ def test_the_reference_is_the_same_with_any_guess(tiny: Callable[[str], Path]) -
 @pytest.mark.parametrize(
     "name",
     [
-        *("apertus", "cohere2"),
+        *("apertus", "cohere2", "falcon-h1", "falcon-h1-norm"),
         *("gemma3", "gemma3-softcap", "gpt-oss", "granite", "ministral3", "olmo2"),
         *("granite-hybrid", "lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "nemotron-h-moe"),
     ],

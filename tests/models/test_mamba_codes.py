@@ -24,6 +24,7 @@ from gguf import GGMLQuantizationType as QuantType
 from gguf_model import GGUFModel
 from marks import needs_compiler
 from safetensors.torch import load_file, save_file
+from tiny_model import FALCON_H1
 from tiny_models import TINY
 from torch import Tensor
 
@@ -55,6 +56,11 @@ EXPERTS = {
     "moe_intermediate_size": 64,
     "moe_shared_expert_intermediate_size": 96,
 }
+ONES = {  # Falcon-H1's multipliers
+    name: 1.0 if isinstance(value, float) else [1.0] * len(value)
+    for name, value in FALCON_H1.items()
+    if "multiplier" in name
+}
 OF_256 = {"hidden_size": 256, "intermediate_size": 256}
 IN_Q4_K_M = {
     "in_proj": ("Q5_K",),
@@ -76,6 +82,16 @@ CASES = {
         {"shared_intermediate_size": 64},
         {"shared_mlp.input": ("Q4_0", "Q8_0"), "out_proj": ("Q4_1",)},
         "Q8_0",
+    ),
+    # A file has no multipliers: its weights are multiplied.
+    "falcon": Case("falcon-h1", ONES, {"out_proj": ("Q8_0",)}, "Q4_0"),
+    "falcon in K-quants": Case(
+        "falcon-h1",
+        OF_256
+        | {"mamba_n_heads": 16, "mamba_d_ssm": 256, "mamba_d_head": 16, "head_dim": 64}
+        | ONES,
+        IN_Q4_K_M,
+        "Q4_K",
     ),
     "granite with experts": Case(
         "granite-hybrid",

@@ -83,9 +83,13 @@ def test_bits_do_not_depend_on_cuts_batch_or_threads(
         assert torch.equal(state.inputs[0], whole.inputs[2])
 
 
-@pytest.mark.parametrize("shape", [SHAPES["Mamba-2"], SHAPES["Mamba-2 of odd sizes"]])
-def test_mamba_is_its_formula(shape: RecurrentConfig) -> None:
+@pytest.mark.parametrize(
+    "name", ["Mamba-2", "Mamba-2 of odd sizes", "Falcon-H1", "a norm before the gate"]
+)
+def test_mamba_is_its_formula(name: str) -> None:
     """One sequence of one token after another, by a loop over heads."""
+    shape = SHAPES[name]
+    assert isinstance(shape, RecurrentConfig)
     net, (rows,) = make_net(shape), some_rows(make_net(shape), torch.float32, 5)
     assert isinstance(net, MambaNet)
     state = make_state(shape, torch.float32)
@@ -96,7 +100,7 @@ def test_mamba_is_its_formula(shape: RecurrentConfig) -> None:
     windows = padded.unfold(0, shape.conv_size, 1)  # [tokens, channels, conv_size]
     mixed = torch.nn.functional.silu((windows * net.conv.T).sum(-1) + net.conv_bias)
     c, b, x = mixed.split_with_sizes([keys, keys, shape.value_size], dim=1)
-    dt = torch.nn.functional.softplus(dt + net.dt_bias)
+    dt = torch.nn.functional.softplus(dt * net.step_by + net.dt_bias)
     y = torch.empty(5, shape.value_size)
     for head in range(shape.num_value_heads):
         key = head * shape.num_key_heads // shape.num_value_heads * shape.key_dim
@@ -108,9 +112,12 @@ def test_mamba_is_its_formula(shape: RecurrentConfig) -> None:
                 dt[t, head] * x[t, its], of_b
             )
             y[t, its] = s @ of_c + net.skip[head] * x[t, its]
-    gated = (y * torch.nn.functional.silu(z)).view(5, shape.num_key_heads, -1)
-    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + net.eps)
-    torch.testing.assert_close(got, normed.flatten(1) * net.norm, atol=1e-4, rtol=1e-4)
+    gate = torch.nn.functional.silu(z * net.gate_by)
+    made = (y if shape.norm == "before gate" else y * gate).view(5, shape.num_key_heads, -1)
+    if shape.norm != "none":
+        made = made * torch.rsqrt(made.square().mean(-1, keepdim=True) + net.eps)
+    want = made.flatten(1) * net.norm * (gate if shape.norm == "before gate" else 1)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def test_a_short_convolution_is_its_formula() -> None:
@@ -135,7 +142,16 @@ def some_prompts() -> list[list[int]]:
     return [[rng.randrange(256) for _ in range(length)] for length in (40, 3, 17, 64, 9)]
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "granite-hybrid", "lfm2"])
+STATES = {  # how many layers have one, and KV
+    "qwen3.5": (2, 1),
+    "nemotron-h": (3, 2),
+    "granite-hybrid": (2, 1),
+    "lfm2": (2, 1),
+    "falcon-h1": (3, 3),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -159,15 +175,16 @@ def test_states_follow_their_requests(
     outputs = driver.run(prompts)
     assert_greedy(path, prompts, outputs, len(outputs[0].outputs[0].token_ids))
     assert ("num_gpu_blocks" in settings) == any(o.metrics.num_preemptions for o in outputs)
-    said = "3 of 5 layers" if name == "nemotron-h" else "2 of 3 layers"
-    assert f"{said} have no KV but a state of" in str(engine.plan)
+    num, with_kv = STATES[name]
+    assert f"{num} layers have a state, {with_kv} KV; states take" in str(engine.plan)
 
 
 @pytest.mark.parametrize(
     "mode", [pytest.param("resident", marks=pytest.mark.breadth), "in_place", "stream"]
 )
 @pytest.mark.parametrize(
-    "name", ["qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "granite-hybrid", "lfm2-moe"]
+    "name",
+    ["qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "granite-hybrid", "lfm2-moe", "falcon-h1-norm"],
 )
 def test_experts_or_nothing_behind_recurrent_layers(
     tiny: Callable[[str], Path], name: str, mode: str
@@ -202,7 +219,7 @@ def test_texts_that_part_leave_a_snapshot_there(tiny: Callable[[str], Path]) -> 
     assert_greedy(path, [turn], [last], 16)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "granite-hybrid", "lfm2"])
+@pytest.mark.parametrize("name", STATES)
 def test_a_turn_goes_on_where_guesses_ended(tiny: Callable[[str], Path], name: str) -> None:
     """Right and wrong guesses are made, and still the state at the end of each block is kept."""
     path, prompts = tiny(name), [([5, 16, 27] * 8)[:length] for length in range(14, 22)]
@@ -221,7 +238,7 @@ def test_a_turn_goes_on_where_guesses_ended(tiny: Callable[[str], Path], name: s
     accepted = sum(output.metrics.num_accepted for output in outputs)
     assert 0 < accepted < sum(output.metrics.num_guessed for output in outputs)
     assert found[None] == found["ngram:5"]
-    assert "and keep it beside guesses" in str(driver.engine.plan)
+    assert "more beside guesses" in str(driver.engine.plan)
 
 
 def test_the_snapshot_used_longest_ago_makes_room() -> None:

@@ -1,7 +1,9 @@
 """Models with Mamba-2 layers in a GGUF file: their metadata as keys of config.json, and names.
 
 llama.cpp's converters (GraniteHybridModel, NemotronHModel) write a list of KV heads, which are 0 in
-a layer without attention, and for Nemotron-H one of the sizes of feed-forwards.
+a layer without attention, and for Nemotron-H one of the sizes of feed-forwards. FalconH1Model
+multiplies weights with all multipliers, so a file has none; where the head is the embeddings, its
+logits are too large by a factor that no key says, in llama.cpp as here.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from nanoengine.loading.gguf.rope_scaling import rope_scaling
 from nanoengine.loading.mixers import ATTENTION, EXPERTS, MAMBA, MLP
 
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
-HYBRIDS_OF_MAMBA = ("granitehybrid", *NEMOTRONS)
+FALCON = "falcon-h1"
+HYBRIDS_OF_MAMBA = (FALCON, "granitehybrid", *NEMOTRONS)
 # Of a Mamba-2 layer. Numbers of heads and the norm have a dimension more in the file.
 MAMBA_NAMES = {
     "ssm_a": "A_log",
@@ -56,16 +59,40 @@ def mamba_settings(
         "head_dim": head_dim,
         "attention_bias": any(name in stored for name in biased),
     }
-    if metadata.architecture == "granitehybrid":
-        theta = metadata.real("rope.freq_base", 10000.0)
-        scaling = rope_scaling(metadata, stored, theta, head_dim)
-        settings |= {"rope_theta": theta, "rope_scaling": scaling}
-        return settings | _granite_settings(metadata, kv_heads)
-    return settings | _nemotron_settings(metadata, stored, kv_heads)
+    if metadata.architecture in NEMOTRONS:
+        return settings | _nemotron_settings(metadata, stored, kv_heads)
+    theta = metadata.real("rope.freq_base", 10000.0)
+    scaling = rope_scaling(metadata, stored, theta, head_dim)
+    settings |= {"rope_theta": theta, "rope_scaling": scaling} | _mixer_settings(metadata)
+    if metadata.architecture == FALCON:
+        return settings | _falcon_settings(metadata, stored)
+    return settings | _granite_settings(metadata, kv_heads)
+
+
+def _mixer_settings(metadata: Metadata) -> dict[str, Any]:
+    """Of a Mamba-2 layer, in the words of Granite 4 and Falcon-H1."""
+    groups, heads, value_dim = recurrent_sizes(metadata)
+    return {
+        "mamba_n_groups": groups,
+        "mamba_n_heads": heads,
+        "mamba_d_head": value_dim,
+        "mamba_d_state": metadata.number("ssm.state_size"),
+        "mamba_d_conv": metadata.number("ssm.conv_kernel"),
+    }
+
+
+def _falcon_settings(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp's norm, where there is one, comes after the gate."""
+    return {
+        "model_type": "falcon_h1",
+        "intermediate_size": metadata.number("feed_forward_length"),
+        "mamba_d_ssm": metadata.number("ssm.inner_size"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in stored,
+        "mamba_norm_before_gate": False,
+    }
 
 
 def _granite_settings(metadata: Metadata, kv_heads: Sequence[int]) -> dict[str, Any]:
-    groups, heads, value_dim = recurrent_sizes(metadata)
     inner_size, num_experts = metadata.number("feed_forward_length"), metadata.num_experts()
     # To llama.cpp this key is a switch for RoPE.
     has_rope = metadata.get("granitehybrid.rope.scaling.finetuned", bool, True)
@@ -76,11 +103,6 @@ def _granite_settings(metadata: Metadata, kv_heads: Sequence[int]) -> dict[str, 
         "intermediate_size": inner_size,
         "shared_intermediate_size": inner_size,
         "num_local_experts": num_experts,
-        "mamba_n_groups": groups,
-        "mamba_n_heads": heads,
-        "mamba_d_head": value_dim,
-        "mamba_d_state": metadata.number("ssm.state_size"),
-        "mamba_d_conv": metadata.number("ssm.conv_kernel"),
     }
     if num_experts:
         settings |= {

@@ -52,8 +52,9 @@ _GEMMA_4_NAMES = _GEMMA_NAMES | {
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
 }
-# Names that do not end in ".weight" at Hugging Face.
+# Names that do not end in ".weight" at Hugging Face, or in the file.
 WHOLE_NAMES = {
+    "ffn_norm": "pre_ff_layernorm.weight",  # Falcon-H1's
     "attn_sinks.weight": "self_attn.sinks",
     "layer_output_scale.weight": "layer_scalar",
     "ffn_gate_inp.scale": "router.scale",
@@ -98,6 +99,7 @@ _NAMES = {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    "falcon-h1": _LAYER_NAMES | {"ffn_norm": "pre_ff_layernorm"},
     "gemma3": _GEMMA_NAMES,
     "gemma4": _GEMMA_4_NAMES,
     "glm4": _GLM4_NAMES,

@@ -49,6 +49,7 @@ ARCHITECTURES = {
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "falcon-h1": "FalconH1ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",

@@ -101,7 +101,7 @@ def hf_tensors(
             layer = _Layer(metadata, config, f"model.layers.{int(match[1])}.", match[2], match[3])
             if architecture.recurrent:
                 found = layer.of_recurrence(tensor)
-            if architecture.pattern or architecture.mixers:
+            if architecture.pattern or architecture.mixers or architecture.both_mixers:
                 found = layer.of_mamba(tensor)
             if architecture.latent and match[2] == "attn_v_b":
                 continue  # goes with attn_k_b

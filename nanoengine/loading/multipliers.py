@@ -1,0 +1,55 @@
+"""Numbers of config.json that embeddings, products, sums and logits are multiplied by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from nanoengine.config.model import ModelConfig, Multipliers
+from nanoengine.errors import CorruptModelError, shown
+from nanoengine.text.checked_json import CheckedJson, positive
+
+MAX_FACTOR = 1e4
+ONES = {
+    "attention_in": "attention_in_multiplier",
+    "attention_out": "attention_out_multiplier",
+    "key": "key_multiplier",
+    "ssm_in": "ssm_in_multiplier",
+    "ssm_out": "ssm_out_multiplier",
+}
+
+
+def with_multipliers(config: ModelConfig, content: CheckedJson) -> ModelConfig:
+    """The model with Falcon-H1's. Raises CorruptModelError."""
+    ones = {field: checked_factor(content, name, content.get(name)) for field, name in ONES.items()}
+    gate, down = _listed(content, "mlp_multipliers", 2)
+    ssm = tuple(_listed(content, "ssm_multipliers", 5))
+    multipliers = Multipliers(**ones, ssm=ssm, gate=gate, down=down)
+    return replace(
+        config,
+        multipliers=multipliers,
+        factors=replace(config.factors, summands=multipliers.summands),
+        query_pre_attn_scalar=config.head_dim / multipliers.scores**2,
+    )
+
+
+def _listed(content: CheckedJson, name: str, count: int) -> Iterator[float]:
+    listed = content.get(name)
+    if listed is None:
+        listed = [1.0] * count
+    if not isinstance(listed, list) or len(listed) != count:
+        raise CorruptModelError(
+            f"{content.path}: {name!r} is {shown(listed)}; it must be a list of {count} numbers"
+        )
+    return (checked_factor(content, name, value) for value in listed)
+
+
+def checked_factor(content: CheckedJson, name: str, value: Any) -> float:
+    """One number, 1 if it is missing. Raises CorruptModelError."""
+    factor = 1.0 if value is None else positive(content.path, name, value)
+    if not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:
+        raise CorruptModelError(
+            f"{content.path}: {name!r} is {factor}, not within {1 / MAX_FACTOR} to {MAX_FACTOR}"
+        )
+    return factor
