@@ -86,7 +86,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     """
     content = _config_json(folder)
     name, wrapper = _architecture(content)
-    architecture = ARCHITECTURES[name]
+    architecture, reads = ARCHITECTURES[name], ARCHITECTURES[name].reads
     _complete(content, architecture)
     num_heads = content.size("num_attention_heads")
     hidden_size, vocab_size = content.size("hidden_size"), content.size("vocab_size")
@@ -99,7 +99,6 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     shapes = read_shapes(content, of_layers) if architecture.shapes_by_layer else ()
     head_dims = _head_dims(shapes, of_layers, head_dim)
     rope, local_rope, max_position = _ropes(content, architecture, head_dims, latent, max_model_len)
-    reads = architecture.reads
     config = ModelConfig(
         architecture=name,
         vocab_size=vocab_size,
