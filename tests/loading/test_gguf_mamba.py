@@ -1,6 +1,6 @@
 """GGUFs of models with Mamba-2 layers: what test_gguf_layouts.py has no row for; what is refused.
 
-The files are written as llama.cpp's conversion/nemotron.py and granite.py write them.
+The files are written as llama.cpp's conversion/nemotron.py, granite.py and falcon_h1.py write them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from driver import small_engine
-from gguf_mamba import GRANITE_HYBRID_NAMES, NEMOTRON_NAMES
+import torch
+from checkpoints import reference, reference_logits
+from driver import Driver, small_engine
+from gguf_mamba import FALCON_NAMES, GRANITE_HYBRID_NAMES, NEMOTRON_NAMES, ODD_MAMBA_NAMES
 from gguf_model import GGUFModel
 from safetensors.torch import load_file
-from test_gguf_layouts import assert_answers_are, converted, rounded
+from test_gguf_layouts import POWERS_OF_TWO, assert_answers_are, converted, rounded
 from tiny_models import TINY
 
 from nanoengine.errors import (
@@ -101,8 +103,9 @@ def test_rope_is_a_switch_of_granites(tiny: Tiny, tmp_path: Path, has_key: bool)
     [
         (gguf.MODEL_ARCH.NEMOTRON_H_MOE, NEMOTRON_NAMES, "backbone"),
         (gguf.MODEL_ARCH.GRANITE_HYBRID, GRANITE_HYBRID_NAMES, "model"),
+        (gguf.MODEL_ARCH.FALCON_H1, FALCON_NAMES, "model"),
     ],
-    ids=["nemotron_h_moe", "granitehybrid"],
+    ids=["nemotron_h_moe", "granitehybrid", "falcon-h1"],
 )
 def test_names_of_mamba_are_ggufs(
     kind: gguf.MODEL_ARCH, names: dict[str, str], prefix: str
@@ -113,6 +116,39 @@ def test_names_of_mamba_are_ggufs(
             assert theirs.get_name(name.replace("model", prefix)) == ours
         elif name != "lm_head":
             assert theirs.get_name(f"{prefix}.layers.1.{name}") == f"blk.1.{ours}"
+
+
+def test_the_second_norm_of_falcon_has_no_ending() -> None:
+    """As llama.cpp's reader asks for it, and as some conversions have it."""
+    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.FALCON_H1, 2)
+    stored = theirs.get_name("model.layers.1.pre_ff_layernorm.weight", (".weight", ".bias"))
+    assert stored == f"blk.1.{ODD_MAMBA_NAMES['pre_ff_layernorm.weight']}" == "blk.1.ffn_norm"
+
+
+@pytest.mark.parametrize("has_ending", [False, True])
+def test_a_falcon_with_a_norm_and_groups(tmp_path: Path, has_ending: bool) -> None:
+    row = TINY["falcon-h1"]
+    norm = {"mamba_rms_norm": True, "mamba_n_groups": 4, "mamba_d_conv": 3}
+    replace(row, settings=row.settings | norm)(tmp_path / "made")
+    source = rounded(tmp_path / "made", tmp_path / "source")
+    model = GGUFModel(source)
+    for layer in range(3) if has_ending else ():
+        model.tensors[f"blk.{layer}.ffn_norm.weight"] = model.tensors.pop(f"blk.{layer}.ffn_norm")
+    assert_answers_are(source, converted(model, tmp_path / "out"))
+
+
+def test_logits_of_a_tied_falcon_are_too_large(tmp_path: Path) -> None:
+    """By a factor that the file does not say: its one weight has the embeddings' multiplier."""
+    row, prompt = TINY["falcon-h1"], [*range(5, 25)]
+    replace(row, settings=row.settings | {"tie_word_embeddings": True})(tmp_path / "made")
+    source = rounded(tmp_path / "made", tmp_path / "source")
+    driver = Driver(small_engine(converted(GGUFModel(source), tmp_path / "out")))
+    (output,) = driver.run([prompt])
+    tokens = output.outputs[0].token_ids
+    wanted = reference_logits(reference(source), prompt + tokens)[len(prompt) - 1 : -1]
+    by = POWERS_OF_TWO["embedding_multiplier"] / POWERS_OF_TWO["lm_head_multiplier"]
+    found = torch.stack(driver.logits[output.request_id])
+    torch.testing.assert_close(found / by, wanted, atol=1e-4, rtol=0)
 
 
 # -- damage and what is not supported
@@ -135,6 +171,8 @@ KV, INNER = "attention.head_count_kv", "feed_forward_length"
         ("nemotron-h", "ssm.state_size", None, CorruptModelError, "lacks .*ssm.state_size"),
         (MOE, "moe_latent_size", 32, UnsupportedModelError, "as of Nemotron 3 Super"),
         (MOE, "expert_used_count", None, CorruptModelError, "lacks .*expert_used_count"),
+        ("falcon-h1", "ssm.group_count", 3, CorruptModelError, "3 key heads, 8 value heads"),
+        ("falcon-h1", "feed_forward_length", None, CorruptModelError, "lacks .*feed_forward"),
         ("granite-hybrid", KV, [2, 0], CorruptModelError, "each of 3 layers"),
         ("granite-hybrid", "ssm.inner_size", 100, CorruptModelError, "and 100 values of a"),
         ("granite-hybrid", "rope.scaling.finetuned", 0, CorruptModelError, "must be bool"),
