@@ -171,14 +171,16 @@ class LayerBuilder:
     def _beside(self, index: int, prefix: str, qkv: Projection) -> tuple[Projection, MixerBeside]:
         """A mixer beside attention, and one projection for both."""
         own, mixer, out = self._recurrent(index, prefix)
-        width, bias = qkv.weight.shape[0], None
-        given = qkv.bias if own.bias is None else own.bias
-        if given is not None:
-            zeros = (given.new_zeros(each.weight.shape[0]) for each in (qkv, own))
-            both = zip((qkv.bias, own.bias), zeros, strict=True)
-            bias = torch.cat([zero if bias is None else bias for bias, zero in both])
+        widths, biases = [each.weight.shape[0] for each in (qkv, own)], [qkv.bias, own.bias]
+        given = [bias for bias in biases if bias is not None]
+        if len(given) == 1:  # the other's is zeros
+            zeros = [given[0].new_zeros(width) for width in widths]
+            given = [
+                zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)
+            ]
+        bias = torch.cat(given) if given else None
         whole = Projection(joined([qkv.weight, own.weight]), bias)
-        return whole, MixerBeside(self._ops, width, mixer, out)
+        return whole, MixerBeside(self._ops, widths[0], mixer, out)
 
     def _end(self, layer: str) -> tuple[InputGate | None, float] | None:
         if not self._architecture.layer_scalar:
@@ -410,10 +412,8 @@ class LayerBuilder:
         return weights, [self._bias(prefix, name) for name in names if has_bias]
 
     def _bias(self, prefix: str, name: str) -> Tensor:
-        bias, factor = (
-            self._numbers(f"{prefix}{name}_proj.bias"),
-            self._config.multipliers.of_bias(name),
-        )
+        bias = self._numbers(f"{prefix}{name}_proj.bias")
+        factor = self._config.multipliers.of_bias(name)
         return bias if factor == 1 else bias * factor
 
     def _numbers(self, name: str) -> Tensor:
