@@ -58,21 +58,21 @@ FAMILIES = (
         "Granite", "Granite GraniteMoe GraniteMoeShared GraniteMoeHybrid", "4K to 128K",
         "granite hermes",
     ),
-    Family("Hunyuan", "HunYuanDenseV1 HunYuanMoEV1", "256K", unread="its own"),
-    Family("LFM2", "Lfm2 Lfm2Moe", "32K", unread="its own"),
+    Family("Hunyuan", "HunYuanDenseV1 HunYuanMoEV1", "256K", "hunyuan_a13b"),
+    Family("LFM2", "Lfm2 Lfm2Moe", "32K", "lfm2"),
     Family("Llama", "Llama", "4K to 128K", "llama3_json"),
-    Family("MiniMax", "MiniMaxM2", "192K", unread="its own"),
+    Family("MiniMax", "MiniMaxM2", "192K", "minimax_m2"),
     Family(
         "Mistral", "Mistral Mixtral Ministral3", "32K to 256K", "mistral",
     ),
-    Family("Nemotron", "NemotronH", "8K to 256K", "qwen3_coder", "of Nano v2"),
-    Family("OLMo", "Olmo2 Olmo3 Olmoe", "4K, 64K", unread="of OLMo 3"),
+    Family("Nemotron", "NemotronH", "8K to 256K", "nemotron_v2 qwen3_coder"),
+    Family("OLMo", "Olmo2 Olmo3 Olmoe", "4K, 64K", "olmo3"),
     Family("Phi", "Phi3", "4K to 128K", unread="of Phi-4-mini"),
     Family("Qwen 1.5 to 3", "Qwen2 Qwen2Moe Qwen3 Qwen3Moe", "32K to 256K", "hermes qwen3_coder"),
     Family(
         "Qwen3-Next to 3.6", "Qwen3Next Qwen3_5 Qwen3_5Moe", "256K", "hermes qwen3_coder",
     ),
-    Family("Seed", "SeedOss", "512K", unread="its own"),
+    Family("Seed", "SeedOss", "512K", "seed_oss"),
     Family("SmolLM", "SmolLM3", "64K", "hermes"),
 )  # fmt: skip
 
