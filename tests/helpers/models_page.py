@@ -5,6 +5,7 @@ what publishers say of their models. `make pages` runs it.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from nanoengine.models.rope import ROPE_KINDS
 from nanoengine.text.tool_syntax import BY_NAME
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+WIDTH = 120  # of a line of the page
 TABLE = re.compile(r"(<!-- table of (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
 
@@ -134,7 +136,8 @@ def _calls(family: Family) -> str:
 
 
 def _wrappers() -> Iterator[str]:
-    yield ", ".join(f"`{name}`" for name in sorted(WRAPPERS)) + "."
+    names = ", ".join(f"`{name}`" for name in sorted(WRAPPERS))
+    yield from textwrap.wrap(f"{names}.", WIDTH)
 
 
 def _rope() -> Iterator[str]:
