@@ -19,6 +19,7 @@ from tool_models import TOOLS, tool_model
 from nanoengine.outputs import ChatMessage, ToolCall
 from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.tokenizer import Tokenizer
+from nanoengine.text.tool_syntax import syntax_of
 from nanoengine.text.tools import read_tools
 
 SHOWN = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
@@ -150,6 +151,23 @@ TEMPLATES = {
 }
 TALK: list[dict[str, Any]] = [{"role": "user", "content": "Will it rain?"}]
 ODD = {"city": 'São "Paulo"\n{}', "days": 3, "more": {"a": [1, None, "x"]}}
+
+
+@pytest.mark.parametrize(
+    ("sign", "name"),
+    [
+        # As the templates of LFM2 and LFM2.5 have them that show tools and write no calls.
+        ('"List of tools: <|tool_list_start|>["', "lfm2"),
+        ('"List of tools: ["', "lfm2"),
+        ("'<minimax:tool_call>'", "minimax_m2"),
+        ("<seed:tool_call>\\n<function=example_function_name>", "seed_oss"),
+        ("<tool_call>\\n<function=example_function_name>", "qwen3_coder"),
+        ("<TOOLCALL>[", "nemotron_v2"),
+    ],
+)
+def test_a_template_shows_how_its_model_writes_calls(sign: str, name: str) -> None:
+    syntax = syntax_of(f"{{% for t in tools %}}{sign}{{{{ t }}}}{{% endfor %}}")
+    assert syntax is not None and syntax.name == name
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
