@@ -274,7 +274,8 @@ def _progress_bar(total: int, done: int, is_quiet: bool) -> Any:
 
 
 def _sentence(row: dict[str, Any]) -> str:
-    text = f"{row['requests']} requests, {row['failed']} with an error"
+    requests = "1 request" if row["requests"] == 1 else f"{row['requests']} requests"
+    text = f"{requests}, {row['failed']} with an error"
     if row["resumed"] == row["requests"]:
         return f"{text}; all were answered before, in {row['output']}"
     if row["resumed"]:

@@ -78,7 +78,7 @@ def _as_not_found(name: str) -> Iterator[None]:
             else "check the name and the network, and HF_TOKEN if the model is gated"
         )
         raise ModelNotFoundError(
-            f"{name!r} is not a local folder, and no model of the hub: it is not in the cache "
-            f"{constants.HF_HUB_CACHE} and cannot be downloaded ({reason}). {remedy}; or give a "
+            f"{name!r} is not a local folder; as a model of the hub it is not in the cache "
+            f"{constants.HF_HUB_CACHE} and cannot be downloaded ({reason}): {remedy}; or give a "
             "folder, or set HF_HUB_CACHE to a cache that has it"
         ) from error

@@ -36,9 +36,9 @@ from nanoengine.models.families import (
 from nanoengine.models.torch_ops import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 ARCHITECTURES = {
-    "ApertusForCausalLM": Architecture("Apertus", **APERTUS),
+    "ApertusForCausalLM": Architecture("Apertus (8B, 70B)", **APERTUS),
     "ArceeForCausalLM": Architecture(
-        "Arcee AFM",
+        "Arcee AFM (4.5B)",
         activation="relu2",
         is_gated=False,
         requires={"hidden_act": (None, "relu2")},
@@ -53,7 +53,7 @@ ARCHITECTURES = {
     ),
     "CohereForCausalLM": Architecture("Command R, Aya", **COHERE, defaults=COHERE_DEFAULTS),
     "DeepseekV2ForCausalLM": Architecture(
-        "DeepSeek-V2 (also Lite)",
+        "DeepSeek-V2 (Lite 16B, 236B)",
         own_code=("modeling_deepseek.DeepseekV2Model", "modeling_deepseek.DeepseekV2ForCausalLM"),
         latent=True,
         requires=LATENT_REQUIRES
@@ -79,7 +79,7 @@ ARCHITECTURES = {
         },
     ),
     "DeepseekV3ForCausalLM": Architecture(
-        "DeepSeek-V3, R1",
+        "DeepSeek-V3, R1 (671B)",
         own_code=("modeling_deepseek.DeepseekV3Model", "modeling_deepseek.DeepseekV3ForCausalLM"),
         **LATENT,
         experts=SCORES_BY_SIGMOID,
@@ -97,7 +97,7 @@ ARCHITECTURES = {
             "routed_scaling_factor": 2.5,
         },
     ),
-    "Dots1ForCausalLM": Architecture("dots.llm1", **DOTS),
+    "Dots1ForCausalLM": Architecture("dots.llm1 (142B)", **DOTS),
     "Ernie4_5ForCausalLM": Architecture(
         "ERNIE 4.5 (0.3B)",
         **ERNIE,
@@ -139,7 +139,7 @@ ARCHITECTURES = {
     ),
     "FalconH1ForCausalLM": Architecture("Falcon-H1 (0.5B to 34B, also H1R)", **FALCON_H1),
     "Gemma3ForCausalLM": Architecture(
-        "Gemma 3",
+        "Gemma 3 (270M to 27B)",
         norms=GEMMA_NORMS,
         norm_offset=1.0,
         qk_norm="head",
@@ -193,12 +193,12 @@ ARCHITECTURES = {
         defaults=GEMMA_4_DEFAULTS | {"max_position_embeddings": 262144, "sliding_window": 1024},
     ),
     "Glm4ForCausalLM": Architecture(
-        "GLM 4 (9B and 32B of April 2025)",
+        "GLM 4 (9B, 32B of April 2025)",
         norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
         **GLM,
     ),
     "Glm4MoeForCausalLM": Architecture(
-        "GLM 4.5 to 4.7 with experts (also Air)",
+        "GLM 4.5 to 4.7 with experts (355B, Air 106B)",
         out_bias=False,
         qk_norm="head",
         experts=SCORES_BY_SIGMOID,
@@ -216,7 +216,7 @@ ARCHITECTURES = {
         },
     ),
     "Glm4MoeLiteForCausalLM": Architecture(
-        "GLM 4.7 Flash",
+        "GLM 4.7 Flash (30B-A3B)",
         **LATENT,
         experts=SCORES_BY_SIGMOID,
         defaults=LATENT_DEFAULTS
@@ -269,7 +269,7 @@ ARCHITECTURES = {
             "sliding_window_pattern": 2,
         },
     ),
-    "GraniteForCausalLM": Architecture("Granite 3 (dense)", reads=GRANITE_MULTIPLIERS),
+    "GraniteForCausalLM": Architecture("Granite 3 (dense, 2B, 8B)", reads=GRANITE_MULTIPLIERS),
     "GraniteMoeForCausalLM": Architecture(
         "Granite 3 with experts (1B-A400M, 3B-A800M)",
         reads=GRANITE_MULTIPLIERS,
@@ -345,9 +345,9 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(
         "Llama 2 to 3.3 and models of its shape, as SmolLM2 and TinyLlama"
     ),
-    "MiniMaxM2ForCausalLM": Architecture("MiniMax-M2", **MINIMAX),
+    "MiniMaxM2ForCausalLM": Architecture("MiniMax-M2 (230B)", **MINIMAX),
     "Ministral3ForCausalLM": Architecture(
-        "Ministral 3 and Devstral 2",
+        "Ministral 3 (3B, 8B, 14B) and Devstral 2 (24B, 123B)",
         windows="every layer",
         scales_queries=True,
         defaults={
@@ -368,7 +368,7 @@ ARCHITECTURES = {
         },
     ),
     "MistralForCausalLM": Architecture(
-        "Mistral 7B and Nemo",
+        "Mistral 7B, Nemo and Small (24B)",
         windows="every layer",
         defaults={"sliding_window": 4096, "num_key_value_heads": 8},
     ),
@@ -435,12 +435,12 @@ ARCHITECTURES = {
         },
     ),
     "Olmo2ForCausalLM": Architecture(
-        "OLMo 2",
+        "OLMo 2 (1B to 32B)",
         **OLMO,
         defaults={"rms_norm_eps": 1e-5},
     ),
     "Olmo3ForCausalLM": Architecture(
-        "OLMo 3",
+        "OLMo 3 (7B, 32B)",
         **OLMO,
         windows="pattern",
         ropes_by_kind=True,
@@ -453,7 +453,7 @@ ARCHITECTURES = {
         },
     ),
     "OlmoeForCausalLM": Architecture(
-        "OLMoE",
+        "OLMoE (7B)",
         qk_norm="all heads",
         experts=ExpertNames("intermediate_size"),
         requires={"hidden_act": (None, "silu"), "clip_qkv": (None,)},
@@ -472,7 +472,7 @@ ARCHITECTURES = {
         own_code=("modeling_phi3.Phi3ForCausalLM",),
     ),
     "Qwen2ForCausalLM": Architecture(
-        "Qwen 1.5 to 2.5 (dense)",
+        "Qwen 1.5 to 2.5 (dense, 0.5B to 110B)",
         qkv_bias=True,
         windows="layer_types",
         defaults={"use_sliding_window": False},
@@ -495,7 +495,10 @@ ARCHITECTURES = {
         },
     ),
     "Qwen3ForCausalLM": Architecture(
-        "Qwen 3 (dense)", qk_norm="head", windows="layer_types", defaults={"head_dim": 128}
+        "Qwen 3 (dense, 0.6B to 32B)",
+        qk_norm="head",
+        windows="layer_types",
+        defaults={"head_dim": 128},
     ),
     "Qwen3MoeForCausalLM": Architecture(
         "Qwen 3 with experts (30B-A3B, 235B-A22B, Coder)",
@@ -528,13 +531,13 @@ ARCHITECTURES = {
         },
     ),
     "Qwen3_5ForCausalLM": Architecture(
-        "Qwen 3.5 and 3.6 (dense)",
+        "Qwen 3.5 and 3.6 (dense, 0.8B to 27B)",
         **HYBRID_ROW,
         recurrent=("qkv", "z", "b", "a"),
         defaults={**HYBRID, "num_key_value_heads": 4},
     ),
     "Qwen3_5MoeForCausalLM": Architecture(
-        "Qwen 3.5 and 3.6 with experts (35B-A3B, 122B-A10B)",
+        "Qwen 3.5 and 3.6 with experts (35B-A3B to 397B-A17B)",
         **HYBRID_ROW,
         recurrent=("qkv", "z", "b", "a"),
         experts=ExpertNames(
@@ -563,7 +566,7 @@ ARCHITECTURES = {
         },
     ),
     "SmolLM3ForCausalLM": Architecture(
-        "SmolLM3",
+        "SmolLM3 (3B)",
         reads=("no_rope_layers",),
         defaults={
             "tie_word_embeddings": True,

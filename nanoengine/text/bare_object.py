@@ -84,10 +84,10 @@ class BareObject:
         yield self._piece('"')
         while (at := reader.left.find(quote)) < 0 and not reader.has_ended:
             certain = len(reader.left) - num_held_back(reader.left, (quote,))
-            yield self._piece(_inside(reader.take(certain)))
+            yield self._piece(inside(reader.take(certain)))
             yield None
         text = reader.take(len(reader.left) if at < 0 else at)
-        yield self._piece(_inside(text) + ('"' if at >= 0 else ""))
+        yield self._piece(inside(text) + ('"' if at >= 0 else ""))
         reader.take(len(quote))
 
     def _word(self) -> Steps[None]:
@@ -100,18 +100,18 @@ class BareObject:
                 break
             yield None
         word = reader.take(start if found is None else found.start()).rstrip()
-        yield self._piece(json.dumps(word, ensure_ascii=False) if self._is_key else _value(word))
+        yield self._piece(json.dumps(word, ensure_ascii=False) if self._is_key else value_of(word))
 
     def _piece(self, text: str) -> Piece:
         return Piece(Kind.ARGUMENTS, text, self._call)
 
 
-def _inside(text: str) -> str:
+def inside(text: str) -> str:
     """A part of a text as JSON has it between quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _value(word: str) -> str:
+def value_of(word: str) -> str:
     """A value without quotes: what JSON reads, or else a text."""
     if word in PYTHON_NAMES:
         return json.dumps(PYTHON_NAMES[word])

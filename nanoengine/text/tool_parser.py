@@ -21,12 +21,14 @@ from nanoengine.text.answer_pieces import (
 from nanoengine.text.argument_types import argument_of
 from nanoengine.text.bare_object import BareObject
 from nanoengine.text.checked_json import object_in
+from nanoengine.text.python_arguments import PythonArguments
 from nanoengine.text.tool_syntax import (
     MAX_NAME,
     MAX_PART,
     NAME,
     SPACES,
     Bare,
+    Calls,
     Named,
     Objects,
     Tagged,
@@ -45,6 +47,7 @@ NO_CALL = re.compile(
     rf"\s{{17}}|{SPACES}(?:[^\s{{]|\{{\s{{17}}|\{{{SPACES}"  # no object, or too many spaces
     rf'(?:[^\s"]|"(?!(?:{KEYS})")[^"\\]{{0,{MAX_NAME}}}"))'  # an object with another first key
 )
+PYTHON_HEAD = rf"{SPACES}{NAME}\((?={SPACES}(?:\)|[a-zA-Z_]\w{{0,63}}{SPACES}=))"
 MARKS = re.compile(r'[\\"{}\[\]]')
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 TOOL = "to=functions."
@@ -107,6 +110,8 @@ class ToolParser(PieceReader):
                     found = yield from self._tagged(at, body)
                 case Bare():
                     found = yield from self._bare(at, body)
+                case Calls():
+                    found = yield from self._python(at, body)
             if found:
                 return True
         return False
@@ -119,8 +124,7 @@ class ToolParser(PieceReader):
             is_next = (yield from self.skip(body.between)) or (yield from self.past(0, "{"))
             if not is_next or not (yield from self._object(0)):
                 break
-        if body.after:
-            yield from self.skip(body.after)
+        yield from self._skip_all(body.after)
         return True
 
     def _object(self, at: int) -> Steps[bool]:
@@ -167,8 +171,22 @@ class ToolParser(PieceReader):
         if (yield from self._head(at, body.head)) is None:
             return False
         yield from self._json(JsonEnd(), is_given_out=True)
+        yield from self._skip_all(body.after)
         self._num_calls += 1
         return True
+
+    def _python(self, at: int, body: Calls) -> Steps[bool]:
+        start = yield from self.past(at, "[")
+        if (yield from self._head(at if start is None else start, PYTHON_HEAD)) is None:
+            return False
+        while True:
+            yield from PythonArguments(self, self._num_calls).read()
+            self._num_calls += 1
+            if (yield from self._skip_all(body.after)):
+                return True
+            comma = yield from self.past(0, ",")
+            if (yield from self._head(comma or 0, PYTHON_HEAD)) is None:
+                return True
 
     def _bare(self, at: int, body: Bare) -> Steps[bool]:
         if (yield from self._head(at, body.head)) is None:
@@ -200,9 +218,7 @@ class ToolParser(PieceReader):
             made = f"{before}{_json(key)}: {_json(argument_of(value, schema, root))}"
             yield Piece(Kind.ARGUMENTS, made, number)
             before = ", "
-        closed = False
-        for mark in body.after:
-            closed = (yield from self.skip(mark)) or closed
+        closed = yield from self._skip_all(body.after)
         if closed or not self.has_ended:
             yield Piece(Kind.ARGUMENTS, "{}" if before == "{" else "}", number)
         return True
@@ -235,6 +251,13 @@ class ToolParser(PieceReader):
             return None
         yield from self._begin(found[1], found.end())
         return found[1]
+
+    def _skip_all(self, marks: tuple[str, ...]) -> Steps[bool]:
+        """Take those of the marks that come next, in their order; whether any did."""
+        found = False
+        for mark in marks:
+            found = (yield from self.skip(mark)) or found
+        return found
 
     def _begin(self, name: str, length: int) -> Steps[None]:
         yield Piece(Kind.NAME, name, self._num_calls)

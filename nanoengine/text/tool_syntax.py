@@ -1,7 +1,8 @@
 """How families of models write calls of tools: a row for each, by vLLM's names of parsers.
 
 Sources: the chat templates and model cards of Hermes 2 Pro, Qwen 2.5 to 3.5, Qwen3-Coder, Llama 3.1
-to 3.3, Mistral, GLM 4.5, Gemma 4, Granite 3 and gpt-oss. tool_parser.py reads them.
+to 3.3, Mistral, GLM 4.5, Gemma 4, Granite 3, gpt-oss, LFM2 and 2.5, OLMo 3, MiniMax-M2, Seed-OSS,
+Hunyuan, Nemotron Nano v2 and Kimi K2. tool_parser.py reads them.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ def head_of(name: str) -> str:
 class Objects:
     """Calls as {"name": ..., "arguments": {...}}; "parameters" does as well. before: the first one;
     between: two of them, where models may write spaces alone; "" if only one follows each mark;
-    after: the last one.
+    after: what may follow the last one.
     """
 
     before: str = ""
     between: str = ""
-    after: str = ""
+    after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
     """A call as its name and its arguments, an object. head: from the mark to that object, a
-    regular expression whose group is the name.
+    regular expression whose group is the name. after: what may follow it.
     """
 
     head: str
+    after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,15 @@ class Bare:
 
 
 @dataclass(frozen=True, slots=True)
+class Calls:
+    """Calls as Python writes them, name(key=value), in a list or on lines of their own. after:
+    what may follow the last one.
+    """
+
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """A text of calls as a model must write it if it has no choice: `before`, and for each call
     `begin`, the name, `middle`, the arguments as JSON and `end`, with `between` in between; None:
@@ -100,14 +111,14 @@ class ToolSyntax:
     name: str
     signs: tuple[str, ...]
     marks: tuple[str, ...] = ()
-    bodies: tuple[Objects | Named | Tagged | Bare, ...] = ()
+    bodies: tuple[Objects | Named | Tagged | Bare | Calls, ...] = ()
     frame: Frame | None = None
     is_bare: bool = False
     in_channels: bool = False
 
 
 OBJECT = Frame('{"name": "', '", "arguments": ', "}")
-LIST = Objects("[", ",", "]")
+LIST = Objects("[", ",", ("]",))
 MISTRAL_CALL = Named(
     rf"{SPACES}{NAME}(?:\[CALL_ID\][a-zA-Z0-9]{{0,16}})?(?:\[ARGS\])?{SPACES}(?={{)"
 )
@@ -115,6 +126,47 @@ PLAIN = ToolSyntax(
     "list", (), bodies=(LIST,), frame=replace(OBJECT, before="[", between=", ", after="]"),
     is_bare=True,
 )  # fmt: skip
+LFM2_END = ("]", "<|tool_call_end|>")
+LFM2 = ToolSyntax(
+    "lfm2",
+    ("<|tool_call_start|>",),
+    marks=("<|tool_call_start|>",),
+    bodies=(Objects("[", ",", LFM2_END), Calls(LFM2_END)),
+    # The model reads and writes both forms; a schema holds JSON.
+    frame=replace(OBJECT, before="<|tool_call_start|>[", between=", ", after="".join(LFM2_END)),
+)
+KIMI_END = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
+
+
+def list_between(name: str, begin: str, end: str) -> ToolSyntax:
+    """Of a model whose calls are a list of objects between two marks."""
+    return ToolSyntax(
+        name,
+        (begin,),
+        marks=(begin,),
+        bodies=(Objects("[", ",", ("]", end)),),
+        frame=replace(OBJECT, before=f"{begin}[", between=", ", after=f"]{end}"),
+    )
+
+
+def functions_between(name: str, begin: str, end: str, trims: bool) -> ToolSyntax:
+    """Of a model whose calls are <function=...> with a <parameter=...> for each argument."""
+    return ToolSyntax(
+        name,
+        ("<function=", begin),
+        marks=(begin, "<function="),  # the model may leave out the first
+        bodies=(
+            Tagged(
+                rf"(?:{SPACES}<function=|(?<=<function=)){NAME}>",
+                *("<parameter=", ">", "", "</parameter>"),
+                after=("</function>", end),
+                next_part=f"<parameter=|</function>{SPACES}{end}",
+                trims=trims,
+            ),
+        ),
+    )
+
+
 # The first row whose signs are all in the template is its model's.
 TOOL_SYNTAXES = (
     ToolSyntax(
@@ -137,17 +189,18 @@ TOOL_SYNTAXES = (
             ),
         ),
     ),
+    functions_between("qwen3_coder", "<tool_call>", "</tool_call>", trims=True),
+    functions_between("seed_oss", "<seed:tool_call>", "</seed:tool_call>", trims=False),
     ToolSyntax(
-        "qwen3_coder",
-        ("<function=", "<tool_call>"),
-        marks=("<tool_call>", "<function="),  # the model may leave out the first
+        "minimax_m2",
+        ("<minimax:tool_call>",),
+        marks=("<minimax:tool_call>", '<invoke name="'),  # the second call has no mark of its own
         bodies=(
             Tagged(
-                rf"(?:{SPACES}<function=|(?<=<function=)){NAME}>",
-                *("<parameter=", ">", "", "</parameter>"),
-                after=("</function>", "</tool_call>"),
-                next_part=f"<parameter=|</function>{SPACES}</tool_call>",
-                trims=True,
+                rf'(?:{SPACES}<invoke name="|(?<=<invoke name=")){NAME}">',
+                *('<parameter name="', '">', "", "</parameter>"),
+                after=("</invoke>", "</minimax:tool_call>"),
+                next_part=f'<parameter name="|</invoke>{SPACES}(?:</minimax|<invoke)',
             ),
         ),
     ),
@@ -155,7 +208,7 @@ TOOL_SYNTAXES = (
         "hermes",
         ("<tool_call>",),
         marks=("<tool_call>",),
-        bodies=(Objects(after="</tool_call>"),),
+        bodies=(Objects(after=("</tool_call>",)),),
         frame=Frame('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
     ),
     ToolSyntax(
@@ -193,6 +246,37 @@ TOOL_SYNTAXES = (
         frame=Frame('{"name": "', '", "parameters": ', "}", between="; "),
         is_bare=True,
     ),
+    ToolSyntax(
+        "kimi_k2",
+        ("<|tool_calls_section_begin|>",),
+        marks=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+        bodies=(
+            Named(
+                rf"{SPACES}(?:<\|tool_call_begin\|>)?{SPACES}functions\.{NAME}:[0-9]{{1,4}}{SPACES}"
+                rf"<\|tool_call_argument_begin\|>{SPACES}(?={{)",
+                after=KIMI_END,
+            ),
+        ),
+        frame=Frame(
+            "<|tool_call_begin|>functions.",
+            ":0<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            before="<|tool_calls_section_begin|>",
+            after="<|tool_calls_section_end|>",
+        ),
+    ),
+    list_between("hunyuan_a13b", "<tool_calls>", "</tool_calls>"),
+    list_between("nemotron_v2", "<TOOLCALL>", "</TOOLCALL>"),
+    ToolSyntax(
+        "olmo3",
+        ("<function_calls>",),
+        marks=("<function_calls>",),
+        bodies=(Calls(("]", "</function_calls>")),),
+    ),
+    LFM2,
+    # Templates of LFM2 and of LFM2.5 that show tools, and no call.
+    replace(LFM2, signs=("<|tool_list_start|>",)),
+    replace(LFM2, signs=("List of tools: [",)),
 )
 BY_NAME = {syntax.name: syntax for syntax in TOOL_SYNTAXES}
 

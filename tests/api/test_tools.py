@@ -24,6 +24,9 @@ from nanoengine import (
     SamplingParams,
     StreamDelta,
 )
+from nanoengine.text.answer_parser import ChatParsers
+from nanoengine.text.tool_syntax import BY_NAME
+from nanoengine.text.tools import read_tools
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -152,6 +155,34 @@ def test_an_answer_that_must_call(llm: LLM, choice: Any) -> None:
             schema = WEATHER if call.name == "weather" else {"maxProperties": 0}
             jsonschema.validate(json.loads(call.arguments), schema)
     assert found == ({"weather", "now"} if choice == "required" else {"now"})
+
+
+HELD = '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}'
+HELD_CALLS = {
+    "lfm2": f"<|tool_call_start|>[{HELD}, {HELD}]<|tool_call_end|>",
+    "hunyuan_a13b": f"<tool_calls>[{HELD}, {HELD}]</tool_calls>",
+    "nemotron_v2": f"<TOOLCALL>[{HELD}, {HELD}]</TOOLCALL>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    '<|tool_call_argument_begin|>{"city": "Rome", "days": 3}<|tool_call_end|>'
+    "<|tool_calls_section_end|>",
+}
+
+
+@pytest.mark.parametrize("name", HELD_CALLS)
+def test_calls_that_must_come_are_in_the_form_of_their_family(llm: LLM, name: str) -> None:
+    parsers = ChatParsers(BY_NAME[name], shows_tools=True)
+    use = read_tools(TOOLS, "required")
+    form = parsers.params(SamplingParams(), use).form
+    assert form is not None
+    state = llm.llm_engine.inputs.grammars.state_of(replace(form, after_thinking=False))
+    text = HELD_CALLS[name]
+    for written in (text, text.replace("Rome", "Oslo"), text.replace("3", "12")):
+        token_ids = tuple(llm.tokenizer.encode(written, add_special_tokens=False))
+        assert (len(state.masks(token_ids)) == len(token_ids)) == (written == text)
+    calls = parsers.message(text, "", use).tool_calls
+    assert {(call.name, call.arguments) for call in calls} == {
+        ("weather", '{"city": "Rome", "days": 3}')
+    }
 
 
 @pytest.mark.parametrize(("sign", "mark_ids"), [("", [2]), ("[ARGS]", [0, 2])])

@@ -409,6 +409,20 @@ SIGNS = (
     *('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', '[TOOL_CALLS]f{"a": "}"}'),
     *("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", '{"arguments": {},'),
     *("<tool_call><function=f><parameter=a>1</parameter></function></tool_call>", '"name": "f"}'),
+    *(
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        "f(a=",
+        "'",
+        "\\u00e9",
+        ")",
+        "(",
+        "f()",
+        "=",
+        ":",
+    ),
+    *('<invoke name="f">', '<parameter name="a">', "</invoke>", "<seed:tool_call>"),
+    *("<minimax:tool_call>", "<tool_calls>", "<function_calls>", "<|tool_calls_section_begin|>"),
     *("<think>", "</think>", "<|python_tag|>", "<tool_c", '"name"', '"arguments": "{}"'),
 )
 ANSWER_S = 5.0

@@ -1,4 +1,5 @@
-"""Writes docs/settings.md, docs/parameters.md and docs/bodies.md from the engine's own data.
+"""Writes docs/settings.md, docs/parameters.md, docs/bodies.md and the tables of docs/models.md from
+the engine's own data.
 
 `make pages` runs it; a test compares the files with what it would write.
 """
@@ -9,6 +10,8 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
+
+from models_page import models_page
 
 from nanoengine.cli.flags import PREFIX, SETTINGS
 from nanoengine.config.engine import BUDGETS, CHOICES, COUNTS, DTYPES, MAX_GUESSES, EngineConfig
@@ -228,6 +231,7 @@ PAGES = {
     "settings.md": settings_page,
     "parameters.md": parameters_page,
     "bodies.md": bodies_page,
+    "models.md": models_page,
 }
 
 if __name__ == "__main__":

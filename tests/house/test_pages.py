@@ -7,10 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from models_page import FAMILIES, models_page
 from pages import DOCS, OTHER_VALUES, PAGES, values_of
 
 from nanoengine.config.engine import EngineConfig
 from nanoengine.errors import ConfigError
+from nanoengine.loading.gguf.settings import ARCHITECTURES as GGUF_ARCHITECTURES
+from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.text.tool_syntax import TOOL_SYNTAXES
 
 SETTINGS = {field.name for field in fields(EngineConfig)} - {"model"}
 
@@ -25,6 +29,21 @@ def test_the_settings_page_has_every_setting_once() -> None:
     rows = re.findall(r"^\| `(\w+)` \|.*\|.*\|.*\|.*\|$", PAGES["settings.md"](), re.MULTILINE)
     assert sorted(rows) == sorted(SETTINGS)
     assert all(values_of(name) for name in SETTINGS)
+
+
+def test_the_page_of_models_has_every_class_once_and_all_that_is_read() -> None:
+    classes = [name for family in FAMILIES for name in family.architectures]
+    assert sorted(classes) == sorted(ARCHITECTURES)
+    rows = [
+        row.split(" | ") for row in models_page().splitlines() if row.endswith("ForCausalLM` |")
+    ]
+    ggufs = {name for row in rows for name in row[4].partition(";")[0].split(", ")}
+    assert ggufs == set(GGUF_ARCHITECTURES)
+
+
+def test_the_page_of_forms_names_every_parser_of_calls() -> None:
+    text = (DOCS / "structured.md").read_text(encoding="utf-8")
+    assert [row.name for row in TOOL_SYNTAXES if f"`{row.name}`" not in text] == []
 
 
 ENDS: dict[str, tuple[list[Any], list[Any]]] = {

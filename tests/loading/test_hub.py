@@ -144,7 +144,7 @@ def test_an_unknown_model_says_what_to_do(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     what = "HF_HUB_OFFLINE is set" if offline else "check the name and the network"
-    with pytest.raises(ModelNotFoundError, match=rf"{cache}/hub .*\(no route\)\. {what}"):
+    with pytest.raises(ModelNotFoundError, match=rf"{cache}/hub .*\(no route\): {what}"):
         hub_folder(NAME)
 
 

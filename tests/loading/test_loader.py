@@ -43,11 +43,9 @@ from nanoengine.loading import checkpoint, model_cache
 from nanoengine.loading import find_model as finding
 from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
 from nanoengine.loading.find_model import find_model, resolve_model
-from nanoengine.loading.gguf.settings import ARCHITECTURES as GGUF_ARCHITECTURES
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import packaged_gguf
 from nanoengine.models.architectures import ARCHITECTURES
-from nanoengine.models.rope import ROPE_KINDS
 from nanoengine.models.weight_shapes import weight_shapes
 
 Tiny = Callable[[str], Path]
@@ -424,13 +422,6 @@ def test_without_locks_the_faster_process_wins(fresh_cache: Path) -> None:
 
 
 # -- what is supported -----------------------------------------------------------------------------
-
-
-def test_features_page_lists_what_is_supported() -> None:
-    words = " ".join((ROOT / "docs/features.md").read_text(encoding="utf-8").split())
-    kinds = {"Models": ARCHITECTURES, "RoPE": ROPE_KINDS, "GGUF": GGUF_ARCHITECTURES}
-    lists = (f"- {what}: {', '.join(sorted(names))}. " for what, names in kinds.items())
-    assert "".join(lists) in words
 
 
 def test_every_architecture_has_a_tiny_checkpoint() -> None:

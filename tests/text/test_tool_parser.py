@@ -4,6 +4,7 @@ cut into parts; and what hostile answers cost.
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import time
@@ -46,6 +47,25 @@ CHANNELS = (
     "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
     'to=functions.weather <|constrain|>json<|message|>{"city": "Paris", "days": 3}<|call|>'
 )
+LFM2, LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
+PYTHON = "weather(city='Paris', days=3)"
+ODD_PYTHON = (
+    r"""city='it\'s\n"a" \u00e9\x41\101', days=-1.5, more={'a': [1, [None, (True,)],], "b": {}}, """
+    r"""pair=("x", ), empty='', long='''a'b"c''', near="(),]}: ", far="\\" """
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+    '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>'
+)
+SEED = (
+    "<seed:tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3"
+    "</parameter>\n</function>\n</seed:tool_call>"
+)
+KIMI_CALL = (
+    '<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Paris", "days": 3}'
+    "<|tool_call_end|>"
+)
+KIMI = f"<|tool_calls_section_begin|>{KIMI_CALL}{KIMI_CALL}<|tool_calls_section_end|>"
 NOW = ("now", {})
 CALL = ("weather", PARIS)
 # Syntax, answer, content, calls.
@@ -113,6 +133,40 @@ WHOLE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("llama3_json", '{"answer": 42}', '{"answer": 42}', []),
     ("llama3_json", f"As {OBJECT}", f"As {OBJECT}", []),
     ("list", f"[{OBJECT}, {OBJECT}]", None, [CALL, CALL]),
+    ("lfm2", f"{LFM2}[{PYTHON}]{LFM2_END}It rains.", "It rains.", [CALL]),
+    ("lfm2", f"I look.\n{LFM2}[{PYTHON}, now( ), {PYTHON}]{LFM2_END}", "I look.",
+     [CALL, NOW, CALL]),
+    ("lfm2", f"{LFM2}{PYTHON}{LFM2_END}{LFM2}[now()]{LFM2_END}", None, [CALL, NOW]),
+    ("lfm2", f"{LFM2}[{OBJECT}, {OBJECT}]{LFM2_END} ok", " ok", [CALL, CALL]),
+    ("lfm2", f"{LFM2}[weather({ODD_PYTHON})]{LFM2_END}", None,
+     [("weather", {"city": 'it\'s\n"a" \u00e9AA', "days": -1.5, "pair": ["x"], "empty": "",
+                   "more": {"a": [1, [None, [True]]], "b": {}}, "long": "a'b\"c",
+                   "near": "(),]}: ", "far": "\\"})]),
+    # As a template without escapes writes it; and words that are no Python.
+    ("lfm2", f"{LFM2}[weather(city='it's \"fine\"', days=many)]{LFM2_END}", None,
+     [("weather", {"city": "it's \"fine\"", "days": "many"})]),
+    ("lfm2", rf"{LFM2}[weather(city='\ud83d\ude00\d', a={{1: 2}})]{LFM2_END}", None,
+     [("weather", {"city": "\U0001f600\\d", "a": {"1": 2}})]),
+    ("lfm2", f"{LFM2}[weather(Paris)]{LFM2_END}", None, []),
+    ("lfm2", f"{LFM2}[rm(x=1)]{LFM2_END}", None, []),
+    ("lfm2", f"{LFM2}[weather[city]]{LFM2_END}", None, []),
+    ("lfm2", f"{LFM2}[now(), rm()]{LFM2_END}", f", rm()]{LFM2_END}", [NOW]),
+    ("lfm2", f"{LFM2}[weath", None, []),
+    ("olmo3", f"<function_calls>\n{PYTHON}\nnow()\n</function_calls>", None, [CALL, NOW]),
+    ("olmo3", "<function_calls>now(utc=true)</function_calls>\n", None, [("now", {"utc": True})]),
+    ("minimax_m2", f"So.\n{MINIMAX}", "So.", [CALL]),
+    ("minimax_m2", MINIMAX.replace("</minimax", '<invoke name="now">\n</invoke>\n</minimax'), None,
+     [CALL, NOW]),
+    ("minimax_m2", MINIMAX.replace("Paris", "\n<b>\n"), None,
+     [("weather", {"city": "\n<b>\n", "days": 3})]),
+    ("minimax_m2", MINIMAX.replace("weather", "rm"), None, []),
+    ("seed_oss", f"{SEED}\n{SEED}", None, [CALL, CALL]),
+    ("seed_oss", SEED.replace("weather", "rm"), None, []),
+    ("kimi_k2", f"I look.{KIMI}", "I look.", [CALL, CALL]),
+    ("kimi_k2", KIMI.replace("functions.weather", "weather"), None, []),
+    ("hunyuan_a13b", f"<tool_calls>[{OBJECT}, {OBJECT}]</tool_calls>", None, [CALL, CALL]),
+    ("nemotron_v2", f"<TOOLCALL>[{OBJECT}]</TOOLCALL>\n", None, [CALL]),
+    ("nemotron_v2", "<TOOLCALL>none</TOOLCALL>", "<TOOLCALL>none</TOOLCALL>", []),
 ]  # fmt: skip
 
 
@@ -227,6 +281,28 @@ def test_a_bare_text_comes_as_json_before_it_has_ended() -> None:
     assert made.read("b", is_last=False) == [Piece(Kind.ARGUMENTS, '<|\\"b')]
     assert made.read(f"{QUOTE}, days:1", is_last=False) == [Piece(Kind.ARGUMENTS, '", "days": ')]
     assert made.read("2}", is_last=False) == [Piece(Kind.ARGUMENTS, "12}")]
+
+
+def test_arguments_of_python_come_before_the_call_has_ended() -> None:
+    made = parser("lfm2")
+    assert made.read(f"{LFM2}[weather(ci", is_last=False) == []
+    assert made.read("ty='a", is_last=False) == [
+        Piece(Kind.NAME, "weather"),
+        Piece(Kind.ARGUMENTS, '{"city": "a'),
+    ]
+    assert made.read("' b", is_last=False) == [Piece(Kind.ARGUMENTS, "' b")]
+    assert made.read("' ", is_last=False) == []
+    assert made.read(", days=1", is_last=False) == [Piece(Kind.ARGUMENTS, '", "days": ')]
+    assert made.read("2)", is_last=False) == [Piece(Kind.ARGUMENTS, "12}")]
+
+
+def test_arguments_of_python_are_what_python_reads() -> None:
+    tree = ast.parse(f"f({ODD_PYTHON})", mode="eval").body
+    assert isinstance(tree, ast.Call)
+    wanted = {str(word.arg): ast.literal_eval(word.value) for word in tree.keywords}
+    message = message_of(parted(parser("lfm2"), f"{LFM2}[weather({ODD_PYTHON})]", []))
+    ((_, found),) = calls_of(message)
+    assert found == json.loads(json.dumps(wanted))
 
 
 def test_one_call_alone() -> None:
@@ -380,6 +456,7 @@ def test_a_call_ends_thoughts_that_never_end(
 
 
 BARE = "<|tool_call>call:now"
+PYTHON_CALL = f"{LFM2}[now("
 
 
 @pytest.mark.parametrize(
@@ -389,6 +466,14 @@ BARE = "<|tool_call>call:now"
         BARE + "{" + "a" * 200_000,
         BARE + "{a:" + '<|"' * 60_000,
         BARE + "{" + " ," * 100_000,
+        PYTHON_CALL + "a='" * 60_000,
+        PYTHON_CALL + "a='" + "\\" * 200_000,
+        PYTHON_CALL + "a=" + "[" * 100_000,
+        PYTHON_CALL + "a='" + " ' " * 60_000,
+        PYTHON_CALL + "a='" + "'" + " " * 200_000,
+        PYTHON_CALL + ", " * 100_000,
+        PYTHON_CALL + "a" * 200_000,
+        f"{LFM2}[" * 20_000,
         "<tool_call>" * 20_000,
         '<tool_call>{"name":' * 10_000,
         '<tool_call>{"x":' + "[" * 100_000,
@@ -402,6 +487,7 @@ BARE = "<|tool_call>call:now"
 def test_hostile_answers_take_little_time(text: str) -> None:
     """In parts of 50 characters; a text of the model's own making has one for each token."""
     start = time.process_time()
-    name = "gemma4" if text.startswith(BARE) else "hermes"
+    marks = {BARE: "gemma4", LFM2: "lfm2"}
+    name = next((made for mark, made in marks.items() if text.startswith(mark)), "hermes")
     parted(parser(name), text, list(range(0, len(text), 50)))
     assert time.process_time() - start < 5

@@ -2,7 +2,8 @@
 parser that is chosen by this template reads the same calls from those tokens.
 
 The templates are short ones of our own with the marks of Hermes and Qwen 3, Qwen3-Coder, Llama 3.1,
-Mistral, GLM 4.5, Gemma 4, Granite 3 and gpt-oss.
+Mistral, GLM 4.5, Gemma 4, Granite 3, gpt-oss, LFM2.5, MiniMax-M2, Seed-OSS, Kimi K2, Hunyuan and
+Nemotron Nano v2.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tool_models import TOOLS, tool_model
 from nanoengine.outputs import ChatMessage, ToolCall
 from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.tokenizer import Tokenizer
+from nanoengine.text.tool_syntax import syntax_of
 from nanoengine.text.tools import read_tools
 
 SHOWN = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
@@ -85,6 +87,42 @@ HARMONY = (
     "{% if not m.tool_calls %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+# A text has no escapes here, as in the template of LFM2.5-8B-A1B.
+LFM2 = (
+    "{% macro value(v) %}{% if v is string %}'{{ v }}'{% else %}"
+    "{{ (v | tojson) if v is mapping else v }}{% endif %}{% endmacro %}"
+) + CHATML.replace(
+    CALLS + "BODY{% endfor %}",
+    "{% if m.tool_calls %}<|tool_call_start|>[{% for c in m.tool_calls %}"
+    "{{ ', ' if not loop.first }}{{ c.function.name }}("
+    "{% for k, v in c.function.arguments | items %}{{ ', ' if not loop.first }}"
+    "{{ k }}={{ value(v) }}{% endfor %}){% endfor %}]<|tool_call_end|>{% endif %}",
+)
+MINIMAX = CHATML.replace(
+    CALLS + "BODY{% endfor %}",
+    "{% if m.tool_calls %}\n<minimax:tool_call>\n{% for c in m.tool_calls %}"
+    '<invoke name="{{ c.function.name }}">\n{% for k, v in c.function.arguments | items %}'
+    '<parameter name="{{ k }}">{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}'
+    "</invoke>\n{% endfor %}</minimax:tool_call>{% endif %}",
+)
+SEED = (
+    "\n<seed:tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments | items %}"
+    "<parameter={{ k }}>{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}"
+    "</function>\n</seed:tool_call>"
+)
+KIMI = CHATML.replace(
+    CALLS + "BODY{% endfor %}",
+    "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}"
+    "<|tool_call_begin|>functions.{{ c.function.name }}:{{ loop.index0 }}"
+    "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>"
+    "{% endfor %}<|tool_calls_section_end|>{% endif %}",
+)
+LISTED = CHATML.replace(
+    CALLS + "BODY{% endfor %}",
+    "{% if m.tool_calls %}BEGIN[{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "{{ ', ' if not loop.last }}{% endfor %}]END{% endif %}",
+)
 # The parser, a template, what ends a turn, and whether a turn may have text and several calls.
 TEMPLATES = {
     "hermes": (CHATML.replace("BODY", HERMES), "<|im_end|>", True),
@@ -96,9 +134,40 @@ TEMPLATES = {
     "granite": (GRANITE, "<|end_of_text|>", False),
     "gemma4": (GEMMA, "<turn|>\n", True),
     "openai": (HARMONY, "<|call|>", False),
+    "lfm2": (LFM2, "<|im_end|>", True),
+    "minimax_m2": (MINIMAX, "<|im_end|>", True),
+    "seed_oss": (CHATML.replace("BODY", SEED), "<|im_end|>", True),
+    "kimi_k2": (KIMI, "<|im_end|>", True),
+    "hunyuan_a13b": (
+        LISTED.replace("BEGIN", "<tool_calls>").replace("END", "</tool_calls>"),
+        "<|im_end|>",
+        True,
+    ),
+    "nemotron_v2": (
+        LISTED.replace("BEGIN", "<TOOLCALL>").replace("END", "</TOOLCALL>"),
+        "<|im_end|>",
+        True,
+    ),
 }
 TALK: list[dict[str, Any]] = [{"role": "user", "content": "Will it rain?"}]
 ODD = {"city": 'São "Paulo"\n{}', "days": 3, "more": {"a": [1, None, "x"]}}
+
+
+@pytest.mark.parametrize(
+    ("sign", "name"),
+    [
+        # As the templates of LFM2 and LFM2.5 have them that show tools and write no calls.
+        ('"List of tools: <|tool_list_start|>["', "lfm2"),
+        ('"List of tools: ["', "lfm2"),
+        ("'<minimax:tool_call>'", "minimax_m2"),
+        ("<seed:tool_call>\\n<function=example_function_name>", "seed_oss"),
+        ("<tool_call>\\n<function=example_function_name>", "qwen3_coder"),
+        ("<TOOLCALL>[", "nemotron_v2"),
+    ],
+)
+def test_a_template_shows_how_its_model_writes_calls(sign: str, name: str) -> None:
+    syntax = syntax_of(f"{{% for t in tools %}}{sign}{{{{ t }}}}{{% endfor %}}")
+    assert syntax is not None and syntax.name == name
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
