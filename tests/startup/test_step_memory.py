@@ -42,7 +42,12 @@ MOST = 6.0  # times what the largest step held: of a tiny vocabulary, much is fo
 DRAWN = SamplingParams(top_p=0.9, min_p=0.01, max_tokens=40, ignore_eos=True)
 
 
-@pytest.fixture(params=[True, False], ids=["C", "PyTorch"])
+@pytest.fixture(
+    params=[
+        pytest.param(True, id="C"),
+        pytest.param(False, id="PyTorch", marks=pytest.mark.breadth),
+    ]
+)
 def in_c(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether there are C kernels."""
     if not request.param:
