@@ -126,8 +126,8 @@ class ModelRunner:
             for number, num_after in enumerate(reversed(range(item.num_samples)))
         ]
         seqs, positions, guesses = zip(*rows, strict=True)
-        allowed = masked(logits, step_masks(known), self._device)
-        tokens = self.sampler.sample(allowed, seqs, positions, guesses)
+        masks = step_masks(known)  # their logits are a copy, which none but the sampler holds
+        tokens = self.sampler.sample(masked(logits, masks, self._device), seqs, positions, guesses)
         parts = [tokens, *(each.tokens for each in all_drafts if each.places)]
         if self.mtp is not None:
             parts.append(self.mtp.guess(batch, ctx, hidden, tokens))

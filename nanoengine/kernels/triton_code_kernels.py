@@ -205,8 +205,8 @@ def product(
     if IS_PART:
         out += tl.program_id(2).to(tl.int64) * tokens * outputs
     elif bias is not None:
-        if EACH:
-            bias += expert * outputs
+        if EACH:  # a tile without an expert reads that of the first, for no row
+            bias += tl.maximum(expert, 0) * outputs
         total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
     to = out + out_at[None, :] * out_row + n[:, None]
     tl.store(to, total.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from compiled import compiled_by
+from kernel_bounds import check_kernels
 from marks import named
 from paged_batches import (
     Batch,
@@ -56,6 +57,12 @@ LENGTHS = {
     "prompt": ((40,), (90,)),
     "whole prompt": ((33, 2), (33, 2)),
 }
+
+
+@pytest.fixture(autouse=True)
+def kernels_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel touches memory beside the tensors that it was given."""
+    check_kernels(monkeypatch)
 
 
 def context(batch: Batch, chunks: list[KVChunk]) -> ForwardContext:

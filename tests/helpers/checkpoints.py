@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,12 @@ def load_reference(path: Path) -> PreTrainedModel:
 
 @functools.cache
 def reference(path: Path) -> PreTrainedModel:
-    """The same as one object for the whole session: nobody changes it."""
+    """The same as one object for the whole session: nobody changes it. Its weights lie in memory of
+    their own: transformers leaves them in the mapped file, where they change with it.
+    """
     model = load_reference(path)
+    for weight in chain(model.parameters(), model.buffers()):
+        weight.data = weight.data.clone()
     AS_LOADED[path] = (model, _digest(model))
     return model
 

@@ -28,6 +28,17 @@ def test_one_bit_of_a_shared_model_is_seen(tmp_path: Path, name: str) -> None:
     assert changed_references() == []
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3.5"])
+def test_a_shared_model_does_not_change_with_its_file(tmp_path: Path, name: str) -> None:
+    """As where another test, or another process, writes over the checkpoint."""
+    TINY[name](tmp_path)
+    reference(tmp_path)
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as stored:
+        stored.write(b"\xff" * file.stat().st_size)
+    assert changed_references() == []
+
+
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "dtype": lambda _: torch.set_default_dtype(torch.float64),
     "precision of products": lambda _: torch.set_float32_matmul_precision("medium"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from coded import every_e4m3, random_rows, random_weight
 from compiled import compiled_by
+from kernel_bounds import check_kernels
 from marks import needs_no_gpu
 from torch import Tensor
 
@@ -26,6 +27,12 @@ from nanoengine.models.stored_codes import FORMATS, CodedWeight, Weight, joined
 pytestmark = needs_no_gpu
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 HELPER = Path(__file__).parents[1] / "helpers" / "compile_codes.py"
+
+
+@pytest.fixture(autouse=True)
+def kernels_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel touches memory beside the tensors that it was given."""
+    check_kernels(monkeypatch)
 
 
 def normal(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:

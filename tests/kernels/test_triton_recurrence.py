@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from compiled import compiled_by
+from kernel_bounds import check_kernels
 from marks import named, needs_no_gpu
 from recurrent_layers import SHAPES, make_net, make_state, run_step, some_rows
 from torch import Tensor
@@ -39,6 +40,12 @@ F32, BF16 = torch.float32, torch.bfloat16
 DELTA = RecurrentConfig((0,), 2, 4, 20, 24, 4)
 MAMBA = replace(DELTA, rule="mamba")
 TOLERANCE = {F32: 2e-5, BF16: 0.03, torch.float16: 0.004}
+
+
+@pytest.fixture(autouse=True)
+def kernels_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel touches memory beside the tensors that it was given."""
+    check_kernels(monkeypatch)
 
 
 def in_triton(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:

@@ -241,6 +241,43 @@ def test_a_client_that_leaves_ends_its_request(
     server.wait_until_idle()
 
 
+STREAMED = {
+    "num_gpu_blocks": 12,
+    "enable_cpu_offload": True,
+    "offload_mode": "stream",
+    "kv_offload_gib": 0.02,
+    "slot_tokens": 16,
+    "measure_speed": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", STREAMED | {"speculative": "ngram:2+resident:3"}),
+        ("qwen3.5", {"speculative": "ngram:3"}),
+        ("qwen3.5", STREAMED),
+    ],
+    ids=["drafts over the link", "states with guesses", "states over the link"],
+)
+def test_what_those_held_who_left_comes_back(
+    tiny: Callable[[str], Path], name: str, settings: dict[str, Any]
+) -> None:
+    """Blocks of both tiers and states, of clients that leave in mid-stream at about once."""
+    texts = {"n": 2, "temperature": 1.0, "stop": ["no such text"], "max_tokens": 60}
+    with live_server(tiny(name), settings) as server:
+        for _ in range(3):
+            links = [
+                server.connect(COMPLETIONS, **LONG | texts, stream=True, seed=seed)
+                for seed in range(4)
+            ]
+            assert links[0].recv(4096).startswith(b"HTTP/1.1 200 ")
+            assert server.on_engine(lambda llm: llm.llm_engine.kv.tables)
+            for link in links:
+                reset(link)
+            server.wait_until_idle()
+
+
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_leaves_while_its_request_waits(server: LiveServer, is_stream: bool) -> None:
     with held(server):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from driver import answer, host_gib, small_engine
+from kernel_bounds import check_kernels
 from marks import needs_no_gpu
 from mtp_models import watch_head, with_head
 from plain_products import use_plain_products, use_plain_softplus, use_plain_tiles
@@ -77,7 +78,10 @@ Found = list[tuple[list[int], list[list[tuple[int, float]]]]]
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[VirtualGpu]]:
-    """Two, of which the test's thread has the first. Products give every output by itself."""
+    """Two, of which the test's thread has the first, whose kernels stay inside their tensors.
+    Products give every output by itself.
+    """
+    check_kernels(monkeypatch)
     use_plain_products(monkeypatch)
     use_plain_softplus(monkeypatch)
     monkeypatch.setattr(PayingDrafts, "choose", lambda self: 3)
