@@ -68,8 +68,6 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         return _fail(error, MISUSED)
     except KeyboardInterrupt:
-        if argv is None:  # a further one while Python ends is no error either
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
         return INTERRUPTED
     except BrokenPipeError:
         # What is left in the buffer has no reader: Python would complain when it ends.
@@ -84,6 +82,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         reason = f"unexpected {type(error).__name__}: {error}"
         return _fail(RuntimeError(f"{reason} ({TRACEBACK}=1 shows where)"), FAILED)
+    finally:
+        if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # while Python ends it is no error either
 
 
 def _open_missing_streams() -> None:
