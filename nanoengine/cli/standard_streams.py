@@ -38,4 +38,5 @@ def let_stderr_fail() -> None:
     is worth more than the lines beside it.
     """
     file = io.BufferedWriter(_MayBeFull(STDERR, "w", closefd=False))
-    sys.stderr = io.TextIOWrapper(file, sys.stderr.encoding, "backslashreplace", write_through=True)
+    encoding = sys.stderr.encoding
+    sys.stderr = io.TextIOWrapper(file, encoding, "backslashreplace", line_buffering=True)
