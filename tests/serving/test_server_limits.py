@@ -124,6 +124,27 @@ def test_a_client_that_leaves_within_its_body_is_no_error(
     assert [record.getMessage() for record in caplog.records] == []
 
 
+def test_a_client_that_leaves_while_its_prompt_is_made_is_let_go(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template may take ten seconds: the end of the server does not wait for it either."""
+    gate, reached = threading.Event(), threading.Event()
+
+    def wait(_: Any) -> list[Any]:
+        reached.set()
+        assert gate.wait(60)
+        return []
+
+    with live_server(tiny("llama")) as server:
+        monkeypatch.setattr(server.service.prompts, "made_of", wait)
+        try:
+            with server.connect(COMPLETIONS, **SHORT):
+                assert reached.wait(60) and server.server.server_state.tasks
+            until(lambda: not server.server.server_state.tasks)
+        finally:
+            gate.set()
+
+
 def test_an_idle_connection_outlives_those_of_clients_and_proxies(
     tiny: Callable[[str], Path],
 ) -> None:
