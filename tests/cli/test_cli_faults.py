@@ -170,3 +170,13 @@ def test_ctrl_c_within_imports_raises_nothing(
     finally:
         signal.signal(signal.SIGINT, previous)
     assert handlers and all(handler is signal.SIG_DFL for handler in handlers)
+
+
+def test_ctrl_c_while_python_ends_raises_nothing() -> None:
+    program = (
+        "import signal, sys; from nanoengine.cli.main import main; sys.argv[1:] = ['--version']\n"
+        "main(); signal.raise_signal(signal.SIGINT)"
+    )
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (-signal.SIGINT, b"")
