@@ -33,6 +33,7 @@ from nanoengine.config.engine import NAMES, Settings, shows_settings
 from nanoengine.errors import RequestError, ends_at_the_user, without_our_lines
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.text.known_methods import explains_methods
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -40,6 +41,7 @@ Answer = TypeVar("Answer")
 Opener = Callable[[LLM], DeltaStream]  # called in the engine's thread
 
 
+@explains_methods
 class AsyncLLM:
     """A loaded model for asyncio; event loops in any number of threads may call it.
 

@@ -126,7 +126,7 @@ class EngineThread:
             self._changed.notify()
 
     def _refusal(self) -> EngineClosedError:
-        if self._cause is None:
+        if self._cause is None or isinstance(self._cause, EngineClosedError):
             return EngineClosedError("the engine was closed; make a new AsyncLLM")
         refusal = EngineClosedError(f"the engine failed and was closed: {self._cause!r}")
         refusal.__cause__ = self._cause
@@ -209,6 +209,7 @@ class EngineThread:
                     done.set_result(function(llm))
                 except BaseException as error:
                     done.set_exception(error)
+            llm.llm_engine.check_open()  # a function may have closed it
             # The caller of a closed loop can no longer end its request.
             left += [mailbox for mailbox in self._open if mailbox.loop.is_closed()]
             self._end_left(left, llm)

@@ -49,12 +49,14 @@ from nanoengine.errors import (
 from nanoengine.outputs import BeamSearchOutput, RequestOutput, StreamDelta
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.text.answer_parser import ChatParsers
+from nanoengine.text.known_methods import explains_methods
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
+@explains_methods
 class LLM:
     """A loaded model. `with LLM(...) as llm` or `close()` frees it; a process may have several.
 

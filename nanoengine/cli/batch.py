@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 from nanoengine.cli.answers import Model, open_model
 from nanoengine.cli.batch_files import AnswerFile, Line, read_lines, survey
 from nanoengine.cli.flags import engine_config
+from nanoengine.cli.interrupts import noted_ctrl_c
 from nanoengine.cli.usage import UsageError
 from nanoengine.errors import RequestError, shown
 from nanoengine.sampling_params import SamplingParams, seeded
@@ -76,8 +77,11 @@ def batch(args: argparse.Namespace) -> int:
                 room = 2 * config.max_num_seqs  # as many wait as run
                 runner = Runner(model, args.model, answers, counts, config.seed, room)
                 try:
-                    with _progress_bar(len(found.ids), resumed, args.quiet) as bar:
-                        runner.run(lines, bar)
+                    with (
+                        _progress_bar(len(found.ids), resumed, args.quiet) as bar,
+                        noted_ctrl_c() as check,
+                    ):
+                        runner.run(lines, bar, check)
                 except KeyboardInterrupt:
                     model.say(
                         f"stopped with {len(answers.done)} of {len(found.ids)} answered; the same "
@@ -150,12 +154,16 @@ class Runner:
     def _parsers(self) -> ChatParsers:
         return ChatParsers.of(self._model.llm.tokenizer)
 
-    def run(self, lines: Iterator[Line], bar: Any) -> None:
-        """Answer all lines; bar: progress, a tqdm."""
+    def run(self, lines: Iterator[Line], bar: Any, check: Callable[[], None]) -> None:
+        """Answer all lines; bar: progress, a tqdm. check: called between steps and lines; what it
+        raises ends the run.
+        """
         before = len(self._answers.done)
         while True:
             while self._has_room() and (line := next(lines, None)) is not None:
+                check()
                 self._begin(line)
+            check()
             if self._open:
                 self._step()
             bar.update(len(self._answers.done) - before)

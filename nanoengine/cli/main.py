@@ -20,13 +20,13 @@ import nanoengine
 from nanoengine.bench.workload import count
 from nanoengine.cli.flags import add_engine_flags, add_sampling_flags
 from nanoengine.cli.interrupts import ended_by_ctrl_c
+from nanoengine.cli.standard_streams import let_stderr_fail, open_missing_streams
 from nanoengine.cli.usage import UsageError, unknown_command, unknown_flag
 from nanoengine.config.engine import MAX_GIB
 from nanoengine.devices.logs import LEVELS, LOG_LEVEL, long_work_shown, show_logs
 from nanoengine.errors import TRACEBACK, EngineError
 
 FAILED, MISUSED = 1, 2
-STDERR = 2  # its number
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 # Commands whose arguments are those of a program in nanoengine.bench.
 DOORS = {
@@ -53,7 +53,9 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit status."""
-    _open_missing_streams()
+    open_missing_streams()
+    if argv is None:
+        let_stderr_fail()
     if isinstance(sys.stdout, io.TextIOWrapper):  # of a terminal that lacks a letter: show a ?
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -68,8 +70,6 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         return _fail(error, MISUSED)
     except KeyboardInterrupt:
-        if argv is None:  # a further one while Python ends is no error either
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
         return INTERRUPTED
     except BrokenPipeError:
         # What is left in the buffer has no reader: Python would complain when it ends.
@@ -84,18 +84,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         reason = f"unexpected {type(error).__name__}: {error}"
         return _fail(RuntimeError(f"{reason} ({TRACEBACK}=1 shows where)"), FAILED)
-
-
-def _open_missing_streams() -> None:
-    """Give a process that was started without stdin, stdout or stderr empty ones. Otherwise the
-    next files get their numbers, and what libraries print goes into those.
-    """
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until Python ends
+    finally:
+        if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # while Python ends it is no error either
 
 
 def _run(argv: list[str]) -> int:

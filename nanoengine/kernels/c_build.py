@@ -13,7 +13,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -63,7 +63,8 @@ def load_library(
     problem = KernelBuildError(
         "no folder for compiled kernels can be written: set XDG_CACHE_HOME to one"
     )
-    with closing(_kernel_folders(folder)) as folders:
+    name = _library_name(find_compiler(), extra_cflags, source)
+    with closing(_kernel_folders(folder, name)) as folders:
         for each in folders:
             try:
                 path = build_library(each, extra_cflags, source)
@@ -74,16 +75,23 @@ def load_library(
     raise problem
 
 
-def _kernel_folders(wanted: Path | None) -> Generator[Path]:
-    """`folder` if it is given; else the cache folders that are ours alone, then a temporary one."""
+def _kernel_folders(wanted: Path | None, name: str) -> Generator[Path]:
+    """`wanted` if it is given; else the cache folders that are ours alone, then a temporary one.
+    First come those that have the library `name`: that a disk is full shows after a long build.
+    """
     if wanted is not None:
         yield wanted
         return
+    yield from (folder for folder in _own_folders() if _is_whole(folder / name))
+    yield from _own_folders()
+    with suppress(OSError), tempfile.TemporaryDirectory(prefix="nanoengine-") as temporary:
+        yield Path(temporary)
+
+
+def _own_folders() -> Iterator[Path]:
     for folder in (cache / "kernels" for cache in cache_folders()):
         if is_private(folder) and os.access(folder, os.W_OK):
             yield folder
-    with suppress(OSError), tempfile.TemporaryDirectory(prefix="nanoengine-") as name:
-        yield Path(name)
 
 
 def build_library(folder: Path, extra_cflags: tuple[str, ...] = (), source: Path = SOURCE) -> Path:
@@ -94,15 +102,14 @@ def build_library(folder: Path, extra_cflags: tuple[str, ...] = (), source: Path
     OSError when the folder cannot be used.
     """
     compiler = find_compiler()
-    command = [compiler, *CFLAGS, *extra_cflags]
-    target = folder / f"{_build_key(compiler, command, source)}.so"
+    target = folder / _library_name(compiler, extra_cflags, source)
     if _is_whole(target):
         with suppress(OSError):  # a folder that only others may write
             os.utime(target)  # says when it was last used
     else:
         _remove_old(folder)
         logger.info("compiling kernels, once: about half a minute ...", extra=LONG_WORK)
-        _compile(command, source, target)
+        _compile([compiler, *CFLAGS, *extra_cflags], source, target)
     return target
 
 
@@ -130,14 +137,15 @@ def _is_whole(path: Path) -> bool:
     return content[-_SEAL_BYTES:] == xxhash.xxh3_128_digest(content[:-_SEAL_BYTES])
 
 
-def _build_key(compiler: str, command: list[str], source: Path) -> str:
-    """Hash of everything that the machine code depends on."""
+def _library_name(compiler: str, extra_cflags: tuple[str, ...], source: Path) -> str:
+    """A hash of everything that the machine code depends on."""
     found = os.stat(compiler)  # to ask it for its version would take longer than all the rest
     version = f"{os.path.realpath(compiler)} {found.st_size} {found.st_mtime_ns}".encode()
     sources = [source, *sorted(source.parent.glob("*.h"))]
     content = [path.read_bytes() for path in sources]
-    parts = [*content, " ".join(command).encode(), version, cpu_flags()]
-    return xxhash.xxh3_128_hexdigest(b"\0".join(parts))
+    command = " ".join([compiler, *CFLAGS, *extra_cflags])
+    parts = [*content, command.encode(), version, cpu_flags()]
+    return xxhash.xxh3_128_hexdigest(b"\0".join(parts)) + ".so"
 
 
 def cpu_flags() -> bytes:

@@ -15,6 +15,7 @@ import re
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -230,19 +231,20 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _build(root: Path, name: str, build: Callable[[Path], str]) -> None:
-    staging = Path(tempfile.mkdtemp(prefix=f"{STAGING_PREFIX}{name}-", dir=root))
     try:
-        _write_manifest(staging, build(staging))
-        _install(staging, root / name)
+        staging = Path(tempfile.mkdtemp(prefix=f"{STAGING_PREFIX}{name}-", dir=root))
+        try:
+            _write_manifest(staging, build(staging))
+            _install(staging, root / name)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     except ModelLoadError:
         raise
     except OSError as error:
         raise ModelLoadError(
-            f"cannot write the converted model to {root}: {error}; "
-            "free some space there or set XDG_CACHE_HOME to another folder"
+            f"cannot write the converted model to {root}: {error}; free some space there "
+            "(nanoengine models rm NAME) or set XDG_CACHE_HOME to another folder"
         ) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _write_manifest(folder: Path, line: str) -> None:
@@ -277,9 +279,11 @@ def _install(staging: Path, final: Path) -> None:
 
 
 def _remove_at_once(folder: Path) -> None:
-    """Nobody sees half of it: it first goes to where unfinished folders are."""
-    aside = Path(tempfile.mkdtemp(prefix=f"{STAGING_PREFIX}{folder.name}-", dir=folder.parent))
-    os.replace(folder, aside / folder.name)
+    """Nobody sees half of it: it first gets the name of an unfinished one, for which a full disk
+    has room.
+    """
+    aside = folder.with_name(f"{STAGING_PREFIX}{folder.name}-{uuid.uuid4().hex}")
+    os.replace(folder, aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 

@@ -17,6 +17,7 @@ from nanoengine.serving.accept_faults import AcceptFaults
 from nanoengine.serving.app import make_app
 from nanoengine.serving.connections import Connection
 from nanoengine.serving.engine import Engine
+from nanoengine.serving.event_stream import ended
 from nanoengine.serving.guards import NameGuard
 from nanoengine.serving.open_requests import OpenRequests
 from nanoengine.serving.options import ServerOptions
@@ -25,6 +26,7 @@ from nanoengine.serving.service import Service, running_service
 
 STOPPING = "the server is stopping"
 GRACE_S = 2.0  # to tell clients that their request was ended
+TICK_S = 0.1
 BACKLOG = 2048
 
 
@@ -58,7 +60,7 @@ def make_server(service: Service, on_start: Callable[[], None]) -> Server:
         proxy_headers=False,
         backlog=BACKLOG,
         timeout_keep_alive=math.ceil(idle_seconds),
-        timeout_graceful_shutdown=math.ceil(drain_seconds + GRACE_S),
+        timeout_graceful_shutdown=math.ceil(drain_seconds + 2 * GRACE_S),
     )
     return Server(config, service.open, drain_seconds, on_start)
 
@@ -77,6 +79,7 @@ class Server(uvicorn.Server):
         self._requests = requests
         self._drain_seconds = drain_seconds
         self._on_start = on_start
+        self._num_signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
@@ -87,12 +90,30 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing more, give open requests their time, end the rest."""
         self._requests.refuse_all(STOPPING)
-        loop = asyncio.get_running_loop()
-        end = loop.call_later(self._drain_seconds, self._requests.end_all, STOPPING)
+        ending = asyncio.create_task(self._end_requests())
         await super().shutdown(sockets)
-        end.cancel()
+        await ended(ending)
+
+    async def _end_requests(self) -> None:
+        """End the requests that are open too long, then the connections of clients that do not
+        take that, or that have sent half a body.
+        """
+        await self._wait(self._drain_seconds, until_signal=2)
+        self._requests.end_all(STOPPING)
+        await self._wait(GRACE_S, until_signal=3)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    async def _wait(self, seconds: float, until_signal: int) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while loop.time() < end and self._num_signals < until_signal:
+            await asyncio.sleep(min(TICK_S, seconds))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End; a second Ctrl-C does not wait. Unlike uvicorn's, the process does not die of it."""
-        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        """End; a further Ctrl-C shortens a wait. Unlike uvicorn's, the process does not die of it,
+        and open requests are told instead of cancelled.
+        """
+        if sig == signal.SIGINT or not self.should_exit:
+            self._num_signals += 1
         self.should_exit = True

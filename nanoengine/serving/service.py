@@ -82,7 +82,9 @@ class Service:
     async def _answer(
         self, request: Request, asked: Asked, writer: Writer, last: bytes
     ) -> Response:
-        prompts = await self.prompts_of(asked)
+        prompts = await unless_gone(request, self.prompts_of(asked))
+        if prompts is None:
+            return GONE
         if asked.streaming is None:
             answer = await unless_gone(request, self._whole(asked, prompts, writer))
             return GONE if answer is None else answer

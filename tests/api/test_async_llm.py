@@ -313,6 +313,22 @@ def test_health(tiny: Callable[[str], Path]) -> None:
         run(llm.check_health())
 
 
+def test_health_after_a_function_that_closed_the_engine(tiny: Callable[[str], Path]) -> None:
+    llm = AsyncLLM(tiny("llama"), **SETTINGS)
+
+    async def work() -> None:
+        stream = await llm.stream("open", LONG)
+        await stream.take()
+        await llm.call(LLM.close)
+        with pytest.raises(EngineClosedError, match="the engine was closed"):
+            while True:
+                await stream.take()
+        with pytest.raises(EngineClosedError, match="was closed; make a new AsyncLLM"):
+            await llm.check_health()
+
+    run(work())
+
+
 def test_chat(shared: AsyncLLM, plain: LLM) -> None:
     messages = [{"role": "user", "content": "hello"}]
 

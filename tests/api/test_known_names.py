@@ -7,6 +7,7 @@ import copy
 import inspect
 import pickle
 import pydoc
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from nanoengine.config.engine import NAMES, EngineConfig, Settings, make_config
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, InvalidParamsError, InvalidPromptError, near_name
 from nanoengine.serving.options import ServerOptions
+from nanoengine.text.known_methods import METHODS
 from nanoengine.text.known_names import (
     CHANGED,
     FLAG,
@@ -88,6 +90,20 @@ def test_the_table_agrees_with_settings_and_parameters() -> None:
     of_vllm = {row.name for row in ROWS if "vLLM" in row.engines and row.kind == WORKS}
     assert of_vllm >= PARAMS
     assert {row.kind for row in ROWS} == {WORKS, RENAMED, CHANGED, MISSING}
+
+
+@pytest.mark.parametrize("owner", [LLM, AsyncLLM])
+def test_a_method_of_another_engine_says_what_it_is_here(owner: type[Any]) -> None:
+    made = owner.__new__(owner)  # no model is loaded for this
+    for name, row in METHODS.items():
+        assert not hasattr(owner, name), name
+        assert set(row.engines) <= ENGINES and len(row.sentence) < 200, row
+        with pytest.raises(AttributeError, match=re.escape(row.sentence)) as found:
+            getattr(made, name)
+        assert str(found.value).startswith(f"{owner.__name__!r} object has no attribute {name!r}; ")
+    with pytest.raises(AttributeError, match=r"'generat'$") as found:
+        made.generat  # noqa: B018
+    assert (found.value.name, found.value.obj) == ("generat", made)
 
 
 def test_a_group_that_cannot_be_read_is_an_error() -> None:

@@ -18,6 +18,7 @@ import pytest
 import xxhash
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.api.streaming import DeltaStream
 from nanoengine.cli.batch_files import AnswerFile
 from nanoengine.cli.main import FAILED, INTERRUPTED, MISUSED, main
 from nanoengine.engine.llm_engine import LLMEngine
@@ -302,6 +303,26 @@ def test_ctrl_c_says_how_to_go_on(
     assert "stopped with 1 of 2 answered; the same command goes on" in capsys.readouterr().err
     run(source, target, folder)
     assert answers(target).keys() == {"2", "9"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_in_a_destructor_is_not_lost(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python drops what a destructor raises, and each line's stream has one."""
+    close, sent = DeltaStream.close, [signal.SIGINT]
+
+    def interrupted(stream: DeltaStream) -> None:
+        close(stream)
+        if sent:
+            signal.raise_signal(sent.pop())
+
+    monkeypatch.setattr(DeltaStream, "__del__", interrupted)
+    rows = [ask(f"c{i}", prompt=[5, 6], max_tokens=2) for i in range(9)]
+    source, target = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    run(source, target, folder, "--quiet", "--max-num-seqs", "1", status=INTERRUPTED)
+    assert not sent and 0 < len(answers(target)) < len(rows)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_request_that_fails_while_it_runs_is_a_servers_error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from nanoengine.cli import answers, serve
 from nanoengine.cli.batch_files import AnswerFile, BatchFileError, read_lines, survey
 from nanoengine.cli.chat import Conversation
-from nanoengine.cli.main import FAILED, main
+from nanoengine.cli.main import FAILED, MISUSED, main
 from nanoengine.errors import EngineError
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,25 @@ def test_a_full_disk_behind_stdout_is_named(
             full.close()
     told = capsys.readouterr().err
     assert told.startswith("error: the output cannot be written: No space left on device; make")
+
+
+def run_with_stderr(stderr: Any, *argv: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "nanoengine", *argv]
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, timeout=60)
+
+
+def test_an_answer_is_given_where_stderr_is_full(tiny: Callable[[str], Path]) -> None:
+    with open("/dev/full", "w") as full:
+        flags = [*FLAGS, "--max-model-len", "64", "--temperature", "0", "--ignore-eos"]
+        ran = run_with_stderr(full, "run", str(tiny("qwen3")), "hello", "--raw", *flags)
+    assert ran.returncode == 0 and len(ran.stdout.strip()) > 1
+
+
+def test_an_error_that_nobody_reads_has_its_status() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone:
+        assert run_with_stderr(gone, "rum").returncode == MISUSED
 
 
 def test_files_do_not_take_the_numbers_of_missing_streams(tmp_path: Path) -> None:
@@ -150,3 +170,13 @@ def test_ctrl_c_within_imports_raises_nothing(
     finally:
         signal.signal(signal.SIGINT, previous)
     assert handlers and all(handler is signal.SIG_DFL for handler in handlers)
+
+
+def test_ctrl_c_while_python_ends_raises_nothing() -> None:
+    program = (
+        "import signal, sys; from nanoengine.cli.main import main; sys.argv[1:] = ['--version']\n"
+        "main(); signal.raise_signal(signal.SIGINT)"
+    )
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (-signal.SIGINT, b"")

@@ -99,6 +99,7 @@ def test_a_folder_that_is_full_is_passed_over_and_nothing_stays_behind(
     assert not any(last.iterdir()) and not any(nowhere.iterdir())
 
 
+@needs_compiler
 def test_without_any_folder_kernels_and_conversions_say_what_to_set(
     nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +206,23 @@ def test_a_disk_that_the_compiler_finds_full_is_passed_over(
     compiler(tmp_path, f'case "$TMPDIR" in {full}/*) {told};; esac; exec gcc "$@"', monkeypatch)
     assert c_build.load_library(answer_source(tmp_path)).answer() == 42
     assert not any(path.is_file() for path in full.rglob("*"))
+
+
+@needs_compiler
+def test_a_full_disk_is_not_tried_again_where_another_folder_has_the_library(
+    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler finds out at its end, after half a minute for the real kernels."""
+    full, other, log = tmp_path / "full", tmp_path / "other", tmp_path / "log"
+    other.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(full))
+    monkeypatch.setenv("TMPDIR", str(other))
+    told = 'echo "error writing to x.s: No space left on device" >&2; exit 1'
+    case = f'case "$TMPDIR" in {full}/*) {told};; esac; exec gcc "$@"'
+    compiler(tmp_path, f"echo run >> {log}; {case}", monkeypatch)
+    for _ in range(2):
+        assert c_build.load_library(answer_source(tmp_path)).answer() == 42
+        assert log.read_text().count("run") == 2
 
 
 def test_a_compiler_that_takes_too_long_ends_with_its_children(

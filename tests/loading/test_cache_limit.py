@@ -4,6 +4,7 @@ ones of living processes stay.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ from gguf_model import GGUFModel
 
 from nanoengine import LLM
 from nanoengine.devices.cache_folders import LIMIT_VARIABLE
-from nanoengine.errors import ConfigError
+from nanoengine.errors import ConfigError, ModelLoadError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.loading import model_cache
 from nanoengine.loading.model_cache import (
@@ -81,6 +82,20 @@ def test_what_is_in_use_or_was_used_just_now_stays(caplog: pytest.LogCaptureFixt
     assert names() == {"a", "b", "c"} and "they are in use" in caplog.text
     convert("d")
     assert names() == {"a", "b", "d"}  # a was used until now
+
+
+def test_a_disk_without_room_for_a_folder_says_so_and_can_be_cleared(
+    fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = convert("a")
+    monkeypatch.setattr(os, "mkdir", full)
+    with pytest.raises(ModelLoadError, match=r"No space left on device; free some space there \("):
+        convert("b")
+    assert remove_conversion(folder) and not folder.exists()
+    assert not [*folder.parent.glob(f"{STAGING_PREFIX}*")]
 
 
 @pytest.mark.usefixtures("room_for_two")

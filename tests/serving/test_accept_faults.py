@@ -6,7 +6,6 @@ import asyncio
 import errno
 import logging
 import os
-import signal
 import socket
 from typing import Any
 
@@ -71,13 +70,3 @@ def test_other_exceptions_of_the_loop_are_logged_as_ever(caplog: pytest.LogCaptu
         caplog.clear()
         asyncio.run(fail(error))
         assert [record.getMessage() for record in caplog.records] == ["m"]
-
-
-def test_a_second_ctrl_c_is_not_undone_by_sigterm() -> None:
-    made = make_server()
-    for sig in (signal.SIGTERM, signal.SIGTERM):
-        made.handle_exit(sig, None)
-        assert made.should_exit and not made.force_exit
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        made.handle_exit(sig, None)
-        assert made.force_exit

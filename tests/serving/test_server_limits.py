@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import struct
 import threading
@@ -121,6 +122,27 @@ def test_a_client_that_leaves_within_its_body_is_no_error(
     assert server.ask("POST", COMPLETIONS, SHORT, **KEY)[0] == 200  # a round of the loop later
     server.wait_until_idle()
     assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_a_client_that_leaves_while_its_prompt_is_made_is_let_go(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template may take ten seconds: the end of the server does not wait for it either."""
+    gate, reached = threading.Event(), threading.Event()
+
+    def wait(_: Any) -> list[Any]:
+        reached.set()
+        assert gate.wait(60)
+        return []
+
+    with live_server(tiny("llama")) as server:
+        monkeypatch.setattr(server.service.prompts, "made_of", wait)
+        try:
+            with server.connect(COMPLETIONS, **SHORT):
+                assert reached.wait(60) and server.server.server_state.tasks
+            until(lambda: not server.server.server_state.tasks)
+        finally:
+            gate.set()
 
 
 def test_an_idle_connection_outlives_those_of_clients_and_proxies(
@@ -379,6 +401,34 @@ def test_shutdown_lets_requests_end_and_then_ends_them(tiny: Callable[[str], Pat
         assert answer.startswith(b"HTTP/1.1 503 ") and b"server_stopping" in answer
         with pytest.raises(OSError):
             server.get("/health")
+
+
+def test_a_further_ctrl_c_ends_open_requests_and_then_cuts_them_off(
+    tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client is told why. What it sends or reads too slowly is cut off, and is no error."""
+    with live_server(tiny("llama"), drain_seconds=60) as server:
+        slow_down(server, 0.02)
+        stream = server.connect(COMPLETIONS, **LONG, stream=True)
+        half = server.open()
+        half.sendall(request_bytes(COMPLETIONS, SHORT)[:-1])
+        begin = time.monotonic()
+        with stream, half:
+            assert stream.recv(100)
+            for sig in (signal.SIGTERM, signal.SIGTERM):  # a service manager may say it twice
+                server.server.handle_exit(sig, None)
+            until(lambda: not server.server.servers[0].sockets)
+            time.sleep(0.3)
+            stream.setblocking(False)
+            assert b"server_stopping" not in stream.recv(1 << 20)
+            stream.settimeout(60)
+            server.server.handle_exit(signal.SIGINT, None)
+            assert read_stream(stream).count(b"server_stopping") == 1
+            server.server.handle_exit(signal.SIGINT, None)
+            with suppress(ConnectionResetError):
+                assert rest_of(half) == b""
+    assert time.monotonic() - begin < 30
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_an_engine_that_fails_for_good_is_seen_by_all(tiny: Callable[[str], Path]) -> None:
