@@ -287,7 +287,7 @@ def test_a_copy_on_the_device_waits_for_the_store_that_reads_its_target(
     device: CheckedDevice,
 ) -> None:
     """A step that fails gives slots back while its stores still read them."""
-    memory = KVMemory(KVSpec(2, 4, 8, 1, 16, torch.float32, 4, 2, 1), device)
+    memory = KVMemory(KVSpec(((1, 16),) * 2, 4, 8, torch.float32, 4, 2, 1), device)
     assert memory.offload is not None
     run = memory.start(StepTransfers(stores=(Store(0, 0, 0, 8),)))
     memory.copy_block(source=1, target=0, num_tokens=5)

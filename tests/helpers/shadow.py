@@ -224,11 +224,9 @@ class ShadowEngine:
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "decode_reserve_blocks": 0}
         self.config = EngineConfig("shadow", **(defaults | self.settings))
         spec = KVSpec(
-            NUM_LAYERS,
+            ((1, 2),) * NUM_LAYERS,
             self.device_blocks,
             self.block_size,
-            1,
-            2,
             torch.float32,
             self.host_blocks,
             self.ring_slots,

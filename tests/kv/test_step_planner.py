@@ -24,7 +24,7 @@ from nanoengine.sequence import (
 )
 
 SIZE = 2  # tokens of a block, 64 bytes of a layer
-SPEC = KVSpec(3, 2, SIZE, 1, 4, torch.float32, 9, 2, 4, least_run_bytes=65)
+SPEC = KVSpec(((1, 4),) * 3, 2, SIZE, torch.float32, 9, 2, 4, least_run_bytes=65)
 
 
 def plan_of(
