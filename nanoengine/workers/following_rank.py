@@ -17,7 +17,7 @@ from nanoengine.devices.device import Device
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.offload import TransferRun
 from nanoengine.kv.step_kv import StepKV
-from nanoengine.models.mtp import OwnHead
+from nanoengine.models.mtp import MtpHead
 from nanoengine.startup.parts import (
     ComputeParts,
     find_folder,
@@ -187,7 +187,7 @@ class FollowingRank:
             self._run.finish()
         self._run = None
 
-    def _run_head(self, head: OwnHead | None, order: Order, body: bytes) -> None:
+    def _run_head(self, head: MtpHead | None, order: Order, body: bytes) -> None:
         assert head is not None
         if order == Order.HEAD_LOGITS:
             head.logits(_broadcast(self._parts, json.loads(body), self._device, self._group))
