@@ -18,13 +18,14 @@ from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.offload import TransferRun
 from nanoengine.kv.step_kv import StepKV
 from nanoengine.models.mtp import MtpHead
+from nanoengine.startup.largest_step import ScratchKV
 from nanoengine.startup.parts import (
     ComputeParts,
     find_folder,
     load_compute_parts,
     make_engine_device,
 )
-from nanoengine.startup.probe import ScratchKV, measure_copy
+from nanoengine.startup.probe import measure_copy
 from nanoengine.workers.channel import Channel
 from nanoengine.workers.group import Group
 from nanoengine.workers.orders import Order, spec_from_json
@@ -124,12 +125,7 @@ class FollowingRank:
     """Carries out orders."""
 
     def __init__(
-        self,
-        parts: ComputeParts,
-        memory: KVMemory,
-        device: Device,
-        group: Group,
-        channel: Channel,
+        self, parts: ComputeParts, memory: KVMemory, device: Device, group: Group, channel: Channel
     ) -> None:
         self._parts = parts
         self._decoder = parts.model.decoder
