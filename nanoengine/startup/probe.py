@@ -26,15 +26,9 @@ from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.kv.kv_codec import encoded
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.outputs import RequestMetrics
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import (
-    Admission,
-    Request,
-    RequestMetrics,
-    ScheduledBatch,
-    ScheduledSequence,
-    Sequence,
-)
+from nanoengine.sequence import Admission, Request, ScheduledBatch, ScheduledSequence, Sequence
 from nanoengine.startup.plan import MemoryPlan
 
 NUM_BLOCKS = 32

@@ -39,14 +39,9 @@ from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.open_step import OpenStep
 from nanoengine.kv.step_kv import StepKV
 from nanoengine.kv.step_plan import StepPlan
+from nanoengine.outputs import RequestMetrics
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import (
-    Request,
-    RequestMetrics,
-    ScheduledBatch,
-    ScheduledSequence,
-    SequenceStatus,
-)
+from nanoengine.sequence import Request, ScheduledBatch, ScheduledSequence, SequenceStatus
 from nanoengine.sequence import Sequence as EngineSequence
 from nanoengine.workers.step_record import StepRecord, decode, encode
 
