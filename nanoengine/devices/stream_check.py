@@ -9,14 +9,14 @@ every run, even if inline compute hides it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from nanoengine.devices.copy_streams import Convert, Event, FailedCopy, Stream
-from nanoengine.devices.device import Device, Readable
+from nanoengine.devices.device import Device
 from nanoengine.errors import EngineError
 
 Key = tuple[str, int, int]
@@ -89,7 +89,6 @@ class CheckedDevice:
     is_checked = True
 
     def __init__(self, inner: Device) -> None:
-        self.inner = inner
         self.name = inner.name
         self.computes_later = inner.computes_later
         self.torch_device: torch.device = inner.torch_device
@@ -98,6 +97,14 @@ class CheckedDevice:
         self.d2h: Stream = CheckedStream(inner.d2h)
         self.num_checked = 0
         self._slots: dict[Key, _Accesses] = {}
+        # What needs no check is the device's own.
+        self.auto_dtype, self.tensor = inner.auto_dtype, inner.tensor
+        self.memory, self.host_memory = inner.memory, inner.host_memory
+        self.peak_memory_mib, self.peak_bytes_of = inner.peak_memory_mib, inner.peak_bytes_of
+        self.empty_host, self.synchronize = inner.empty_host, inner.synchronize
+        self.read_back, self.watch = inner.read_back, inner.watch
+        self.share_cores, self.follow_free_cores = inner.share_cores, inner.follow_free_cores
+        self.begin_step, self.close_streams = inner.begin_step, inner.close_streams
 
     def declare(
         self, stream: Stream, reads: Iterable[Key] = (), writes: Iterable[Key] = ()
@@ -117,48 +124,6 @@ class CheckedDevice:
             self._demand_order(stream, key, accesses.reads, "writes", "read")
             accesses.write, accesses.reads = {stream.name: now}, {}
             self.num_checked += 1
-
-    def auto_dtype(self) -> tuple[torch.dtype, str]:
-        return self.inner.auto_dtype()
-
-    def memory(self) -> tuple[int, int]:
-        return self.inner.memory()
-
-    def host_memory(self) -> int:
-        return self.inner.host_memory()
-
-    def peak_memory_mib(self) -> float:
-        return self.inner.peak_memory_mib()
-
-    def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
-        return self.inner.peak_bytes_of(work)
-
-    def synchronize(self) -> None:
-        self.inner.synchronize()
-
-    def watch(self, look: Callable[[float], None]) -> None:
-        self.inner.watch(look)
-
-    def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
-        return self.inner.tensor(values, dtype)
-
-    def read_back(self, tensor: Tensor) -> Readable:
-        return self.inner.read_back(tensor)
-
-    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.inner.empty_host(shape, dtype)
-
-    def share_cores(self, with_copies: bool) -> None:
-        self.inner.share_cores(with_copies)
-
-    def follow_free_cores(self) -> None:
-        self.inner.follow_free_cores()
-
-    def begin_step(self) -> None:
-        self.inner.begin_step()
-
-    def close_streams(self) -> None:
-        self.inner.close_streams()
 
     def _demand_order(
         self, stream: CheckedStream, key: Key, before: Clock, verb: str, past: str
