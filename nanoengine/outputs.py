@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from nanoengine.errors import RequestError
-from nanoengine.sequence import RequestMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +167,62 @@ class BeamSearchOutput:
     prompt_token_ids: list[int]
     sequences: list[BeamSearchSequence]
     error: RequestError | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request (time.perf_counter seconds; None until reached) and what it cost.
+
+    num_tokens: generated, in all of its num_completions.
+    h2d_bytes, d2h_bytes: its blocks that crossed the link (a shared block counts for each request).
+    num_guessed, num_accepted: tokens that were guessed ahead, and those of them that were right.
+    num_stalls, num_prefetch_hits: how often its steps waited for a copy, or found it ready.
+    peak_streamed: most sequences that read host KV in one of its steps.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_tokens: int = 0
+    num_preemptions: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    num_guessed: int = 0
+    num_accepted: int = 0
+    num_stalls: int = 0
+    num_prefetch_hits: int = 0
+    peak_streamed: int = 0
+    num_completions: int = 1
+
+    def plus(self, other: RequestMetrics) -> RequestMetrics:
+        """Of a request with these completions, and those of another with the same arrival."""
+
+        def both(choose: Callable[[list[Any]], Any], *names: str) -> dict[str, Any]:
+            pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
+            there = {name: [v for v in pair if v is not None] for name, pair in pairs.items()}
+            return {name: choose(values) for name, values in there.items() if values}
+
+        summed = ("num_tokens", "num_preemptions", "h2d_bytes", "d2h_bytes", "num_guessed")
+        return RequestMetrics(
+            self.arrival_time,
+            **both(min, "first_scheduled_time", "first_token_time"),
+            **both(max, "finished_time", "num_stalls", "num_prefetch_hits", "peak_streamed"),
+            **both(sum, *summed, "num_accepted", "num_completions"),
+        )
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds between tokens of a completion after the first; None for a single token."""
+        num_gaps = (self.num_tokens - self.num_completions) / self.num_completions
+        if self.finished_time is None or self.first_token_time is None or num_gaps <= 0:
+            return None
+        return (self.finished_time - self.first_token_time) / num_gaps
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,14 @@ All state of a request that outlives a step is here, or in the KV manager's tabl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from nanoengine.errors import InvalidParamsError, LogitsError, RequestError
+from nanoengine.outputs import RequestMetrics
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 
 NO_TOKEN = -1  # what is sampled where no token can be
@@ -35,62 +36,6 @@ class SequenceStatus(Enum):
     RUNNING = "running"
     PAUSED = "paused"  # until it is told how it goes on
     FINISHED = "finished"
-
-
-@dataclass(slots=True)
-class RequestMetrics:
-    """Times of one request (time.perf_counter seconds; None until reached) and what it cost.
-
-    num_tokens: generated, in all of its num_completions.
-    h2d_bytes, d2h_bytes: its blocks that crossed the link (a shared block counts for each request).
-    num_guessed, num_accepted: tokens that were guessed ahead, and those of them that were right.
-    num_stalls, num_prefetch_hits: how often its steps waited for a copy, or found it ready.
-    peak_streamed: most sequences that read host KV in one of its steps.
-    """
-
-    arrival_time: float
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    finished_time: float | None = None
-    num_tokens: int = 0
-    num_preemptions: int = 0
-    h2d_bytes: int = 0
-    d2h_bytes: int = 0
-    num_guessed: int = 0
-    num_accepted: int = 0
-    num_stalls: int = 0
-    num_prefetch_hits: int = 0
-    peak_streamed: int = 0
-    num_completions: int = 1
-
-    def plus(self, other: RequestMetrics) -> RequestMetrics:
-        """Of a request with these completions, and those of another with the same arrival."""
-
-        def both(choose: Callable[[list[Any]], Any], *names: str) -> dict[str, Any]:
-            pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
-            there = {name: [v for v in pair if v is not None] for name, pair in pairs.items()}
-            return {name: choose(values) for name, values in there.items() if values}
-
-        summed = ("num_tokens", "num_preemptions", "h2d_bytes", "d2h_bytes", "num_guessed")
-        return RequestMetrics(
-            self.arrival_time,
-            **both(min, "first_scheduled_time", "first_token_time"),
-            **both(max, "finished_time", "num_stalls", "num_prefetch_hits", "peak_streamed"),
-            **both(sum, *summed, "num_accepted", "num_completions"),
-        )
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean seconds between tokens of a completion after the first; None for a single token."""
-        num_gaps = (self.num_tokens - self.num_completions) / self.num_completions
-        if self.finished_time is None or self.first_token_time is None or num_gaps <= 0:
-            return None
-        return (self.finished_time - self.first_token_time) / num_gaps
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Seconds from arrival to the first token."""
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
 class Guesser(Protocol):

@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from checkpoints import reference, reference_greedy
 from coded import coded_checkpoint
 from driver import Driver
+from stream_trace import TraceEntry, traced
 from tiny_models import TINY
 
 import nanoengine
@@ -68,7 +69,7 @@ from benchmarks.gpu.gpu_rows import Run, chosen, is_ok, run_rows, save
 from benchmarks.gpu.gpu_workload import Peers, nano_vllm, workload
 from benchmarks.induction import write_checkpoint
 from nanoengine.devices.select import make_device
-from nanoengine.devices.stream_check import CheckedDevice, CheckedStream, Key, TraceEntry
+from nanoengine.devices.stream_check import CheckedDevice, CheckedStream, Key
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
 
@@ -234,9 +235,8 @@ def trace(folder: Path, scale: Scale) -> dict[str, Any]:
     while not made.scheduler.running or made.scheduler.running[0].num_output_tokens < 2:
         made.step()
     before = queued(made)
-    checked.start_trace()
-    made.step()
-    entries = checked.stop_trace()
+    with traced(checked) as queue:
+        made.step()
     counts = {
         name: {what: num - before[name].get(what, 0) for what, num in sorted(after.items())}
         for name, after in queued(made).items()
@@ -245,12 +245,12 @@ def trace(folder: Path, scale: Scale) -> dict[str, Any]:
     return {
         "attention": made.plan.attention,
         "queued": counts,
-        "left_out": checked.trace.num_left_out,
+        "left_out": queue.num_left_out,
         "lines": [
             f"{stream}: {', '.join(map(shown, run))}"
-            for stream, run in groupby(entries, lambda entry: entry.stream)
+            for stream, run in groupby(queue.entries, lambda entry: entry.stream)
         ],
-        "ok": counts["h2d"]["copies"] > 0 and not checked.trace.num_left_out,
+        "ok": counts["h2d"]["copies"] > 0 and not queue.num_left_out,
     }
 
 

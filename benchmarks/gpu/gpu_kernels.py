@@ -22,7 +22,8 @@ from benchmarks.gpu.gpu_measure import (
     running,
     time_prefill,
 )
-from nanoengine.attention.flash_attention import plan_calls, try_kernel
+from nanoengine.attention.flash_calls import plan_calls
+from nanoengine.attention.flash_kernels import try_kernel
 from nanoengine.attention.select import FLASH_KERNELS, ORDER, AttentionSetup, make_attention
 from nanoengine.config.attention import AttentionConfig
 from nanoengine.config.model import ModelConfig

@@ -80,19 +80,19 @@ OVERRUN = Fault(
     r"AddressSanitizer: (?:.*\n){1,9}.* in load_f32 ",
 )
 OVERFLOW = Fault(
-    "cpu_kernels.c",
+    "cpu_operators.h",
     "const int team = (elements) < 1 << 16 ?",
     "const int team = (int)(elements) * (int)((threads) + 99999) < 0 ?",
-    r"cpu_kernels.c:\d+.*signed integer overflow",
+    r"cpu_operators.h:\d+.*signed integer overflow",
 )
 TILE_OVERRUN = Fault(
-    "cpu_linear.c",
+    "cpu_tiled_products.h",
     "shape_tiles(min64(n, TILE_ROWS), n > TILE_ROWS ? n - TILE_ROWS : n);",
     "shape_tiles(TILE_ROWS, TILE_ROWS);",
     r"AddressSanitizer: (?:.*\n){1,9}.* in tile_load ",
 )
 NO_BARRIER = Fault(
-    "cpu_kernels.c",
+    "cpu_attend.h",
     "#pragma omp for schedule(dynamic, chunk)\n",
     "#pragma omp for schedule(dynamic, chunk) nowait\n",
     r"data race(?:.*\n)+.* merge_rows ",
@@ -110,7 +110,7 @@ DYNAMIC = """#pragma omp for schedule(dynamic, 1)%s
     for (int64_t i = 0; i < count; i++) {
         call_t *c = &calls[i];"""
 NO_WAIT = Fault(
-    "cpu_linear.c", DYNAMIC % "", DYNAMIC % " nowait", r"data race(?:.*\n)+.* make_rows "
+    "cpu_experts.h", DYNAMIC % "", DYNAMIC % " nowait", r"data race(?:.*\n)+.* make_rows "
 )
 ONE_SCRATCH = Fault(
     "cpu_router.h",

@@ -40,12 +40,7 @@ from nanoengine.api.turns import Turn, Turns
 from nanoengine.config.engine import NAMES, Settings, shows_settings
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import RequestState
-from nanoengine.errors import (
-    InvalidPromptError,
-    RequestError,
-    ends_at_the_user,
-    warn_user,
-)
+from nanoengine.errors import InvalidPromptError, RequestError, ends_at_the_user, warn_user
 from nanoengine.outputs import BeamSearchOutput, RequestOutput, StreamDelta
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.text.answer_parser import ChatParsers

@@ -1,6 +1,6 @@
 """Ascend's attention operator, torch_npu's npu_fused_infer_attention_score, as a flash kernel.
 
-Written from the operator's documentation; no such device has run it. flash_attention.py compares it
+Written from the operator's documentation; no such device has run it. flash_kernels.py compares it
 with plain attention when an engine starts, and merges its results.
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.attention.flash_attention import FlashKernel, KernelCall
+from nanoengine.attention.flash_calls import KernelCall
+from nanoengine.attention.flash_kernels import FlashKernel
 
 OPERATOR = "npu_fused_infer_attention_score"
 NO_MASK, BOTTOM_RIGHT_CAUSAL = 0, 3  # values of sparse_mode

@@ -1,4 +1,4 @@
-"""Attention by the C kernel of kernels/cpu_kernels.c."""
+"""Attention by the C kernel of kernels/cpu_attend.h."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoengine.kernels.cpu_kernels import CpuKernels, MassBuffers, Workspace
 
 
 class CpuAttention:
-    """The C kernel of cpu_kernels.c: reads each KV byte once for all query heads of its group."""
+    """The C kernel of cpu_attend.h: reads each KV byte once for all query heads of its group."""
 
     can_replay = True
     is_batch_invariant = True

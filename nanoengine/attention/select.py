@@ -9,12 +9,8 @@ import torch
 
 from nanoengine.attention.ascend_kernel import ascend_kernels
 from nanoengine.attention.cpu_attention import CpuAttention
-from nanoengine.attention.flash_attention import (
-    flash_attn_kernels,
-    make_flash,
-    sdpa_kernels,
-    varlen_kernels,
-)
+from nanoengine.attention.flash_attention import make_flash
+from nanoengine.attention.flash_kernels import flash_attn_kernels, sdpa_kernels, varlen_kernels
 from nanoengine.attention.torch_attention import TorchAttention
 from nanoengine.config.attention import ATTENTION_LIMITS, AttentionConfig
 from nanoengine.context import AttentionBackend

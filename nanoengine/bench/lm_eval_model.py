@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    maybe_truncate,
-    normalize_gen_kwargs,
-)
+from lm_eval.models.utils import handle_stop_sequences, maybe_truncate, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 

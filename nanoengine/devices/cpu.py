@@ -10,7 +10,6 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -18,18 +17,14 @@ from torch import Tensor
 
 from nanoengine.config.engine import MAX_THREADS
 from nanoengine.devices.control_groups import memory_left, processors
-from nanoengine.devices.copy_streams import (
-    InlineStream,
-    Stream,
-    WorkerStream,
-)
-from nanoengine.devices.device import Readable
+from nanoengine.devices.copy_streams import InlineStream, Stream, WorkerStream
+from nanoengine.devices.device import Device, Readable
 from nanoengine.devices.free_cores import FreeCores, usable_cores
 from nanoengine.devices.home_process import HomeProcess
 from nanoengine.errors import ConfigError
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """The CPU. Compute runs inline; copies run inline or on a worker thread for each direction."""
 
     name = "cpu"
@@ -67,16 +62,9 @@ class CpuDevice:
         """Peak resident set of the process."""
         return _peak_resident_kib() / 1024
 
-    def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
-        """None: host memory is not counted."""
-        return None
-
     def synchronize(self) -> None:
         for worker in self._workers:
             self.compute.wait(worker.record())
-
-    def watch(self, look: Callable[[float], None]) -> None:
-        """Nothing to do: no queued work waits for another rank."""
 
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype)
@@ -97,14 +85,6 @@ class CpuDevice:
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(pages, dtype=dtype).view(shape)
-
-    def declare(
-        self,
-        stream: Stream,
-        reads: Iterable[tuple[str, int, int]] = (),
-        writes: Iterable[tuple[str, int, int]] = (),
-    ) -> None:
-        """Ignored: only stream_check.py checks accesses."""
 
     def share_cores(self, with_copies: bool) -> None:
         """With 2 cores, copies and compute on both make a streamed step up to 1.6 times slower."""

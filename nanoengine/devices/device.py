@@ -11,9 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanoengine.devices.copy_streams import (
-    Stream,
-)
+from nanoengine.devices.copy_streams import Stream
 
 
 def to_device(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -35,7 +33,9 @@ class Readable(Protocol):
 
 
 class Device(Protocol):
-    """One compute device, its memory and its three streams."""
+    """One compute device, its memory and its three streams. Devices inherit what only some of them
+    have to do: here it does nothing.
+    """
 
     name: str
     is_checked: bool  # whether `declare` has an effect
@@ -63,7 +63,7 @@ class Device(Protocol):
 
     def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
         """Peak device memory that `work` added, in bytes; None if the device does not count it."""
-        ...
+        return None
 
     def synchronize(self) -> None:
         """Wait for all queued work."""
@@ -73,7 +73,7 @@ class Device(Protocol):
         """From now on call `look` with the seconds so far while the host waits for queued work. It
         raises EngineError where that will never end, as another rank has.
         """
-        ...
+        return
 
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
         """Numbers or nested lists of them as a tensor on the device; the host does not wait."""
@@ -94,17 +94,17 @@ class Device(Protocol):
         writes: Iterable[tuple[str, int, int]] = (),
     ) -> None:
         """Tell stream_check.py that `stream` will access these slots, each (pool, layer, slot)."""
-        ...
+        return
 
     def share_cores(self, with_copies: bool) -> None:
         """Set whether compute leaves a core to copies, if both run on the same cores."""
-        ...
+        return
 
     def follow_free_cores(self) -> None:
         """From now on steps take fewer threads while other programs use the cores, unless their
         number was set. For models whose bits do not depend on it.
         """
-        ...
+        return
 
     def begin_step(self) -> None:
         """A step begins: choose its number of threads; on a GPU it becomes the current one."""

@@ -6,7 +6,7 @@ torch.cuda and torch.accelerator call most of it alike; cuda.py and accelerator.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoengine.devices.copy_streams import Convert, Delays, Event, FailedCopy, Stream
 from nanoengine.devices.cpu import available_memory
-from nanoengine.devices.device import Readable, to_device
+from nanoengine.devices.device import Device, Readable, to_device
 from nanoengine.errors import EngineError
 
 POLL_S = 50e-6  # between looks at an event, where another rank may die meanwhile
@@ -117,7 +117,7 @@ class GpuReadback:
         return numbers
 
 
-class GpuDevice:
+class GpuDevice(Device):
     """One GPU: compute on the current stream, one copy stream each way."""
 
     is_checked = False
@@ -185,20 +185,6 @@ class GpuDevice:
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Pinned memory. torch rounds its size up to a power of two."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
-
-    def declare(
-        self,
-        stream: Stream,
-        reads: Iterable[tuple[str, int, int]] = (),
-        writes: Iterable[tuple[str, int, int]] = (),
-    ) -> None:
-        """Ignored: only stream_check.py checks accesses."""
-
-    def share_cores(self, with_copies: bool) -> None:
-        """Nothing to do: a GPU's copies need no cores."""
-
-    def follow_free_cores(self) -> None:
-        """Nothing to do: a GPU computes."""
 
     def close_streams(self) -> None:
         with suppress(EngineError):  # of ranks that have ended: what waits for them never ends

@@ -3,20 +3,20 @@
 Every stream carries a vector clock; `record` stamps it on the event and `wait` merges it (Mattern
 1989). An access is ordered after another if the other's time on its own stream is in the accessing
 stream's clock. The check reads what was queued, not when it ran, so it finds a missing wait in
-every run, even if inline compute hides it. It can also record what was queued.
+every run, even if inline compute hides it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from nanoengine.devices.copy_streams import Convert, Event, FailedCopy, Stream
-from nanoengine.devices.device import Device, Readable
+from nanoengine.devices.device import Device
 from nanoengine.errors import EngineError
 
 Key = tuple[str, int, int]
@@ -25,45 +25,6 @@ Clock = dict[str, int]
 
 class RaceError(EngineError):
     """Two streams access the same slot, at least one writes, and no event orders them."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceEntry:
-    """One operation that was queued on a stream.
-
-    operation      copy, fill, record, wait or access
-    reads, writes  access: the slots that the next operation on this stream accesses
-    other          wait: the stream that recorded the event
-    event          record and wait: number of the event on the recording stream, from 1
-    """
-
-    stream: str
-    operation: str
-    reads: tuple[Key, ...] = ()
-    writes: tuple[Key, ...] = ()
-    other: str = ""
-    event: int = 0
-
-
-class Trace:
-    """Operations queued on all streams, in order, while recording is on; at most `room` entries."""
-
-    def __init__(self) -> None:
-        self.entries: list[TraceEntry] = []
-        self.num_left_out = 0
-        self.is_on = False
-        self._room = 0
-
-    def start(self, room: int) -> None:
-        """Clear the trace and start recording."""
-        self.entries, self.num_left_out, self.is_on, self._room = [], 0, True, room
-
-    def add(self, entry: TraceEntry) -> None:
-        """Record an entry, or count it as dropped."""
-        if len(self.entries) < self._room:
-            self.entries.append(entry)
-        else:
-            self.num_left_out += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,42 +43,31 @@ class CheckedEvent:
 class CheckedStream:
     """A stream with a vector clock; `counts` counts its queued operations by kind."""
 
-    def __init__(self, inner: Stream, trace: Trace) -> None:
+    def __init__(self, inner: Stream) -> None:
         self.name = inner.name
         self.inner = inner
         self.clock: Clock = {inner.name: 0}
         self.counts: Counter[str] = Counter()
-        self._trace = trace
 
     def copy(
         self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
     ) -> None:
         self.counts["copies"] += 1
-        if self._trace.is_on:
-            self._trace.add(TraceEntry(self.name, "copy"))
         self.inner.copy(dst, src, owner, convert)
 
     def take_failed(self) -> list[FailedCopy]:
         return self.inner.take_failed()
 
     def fill(self, dst: Tensor, value: float) -> None:
-        if self._trace.is_on:
-            self._trace.add(TraceEntry(self.name, "fill"))
         self.inner.fill(dst, value)
 
     def record(self) -> Event:
         self.counts["events"] += 1
-        number = self.counts["events"]
-        if self._trace.is_on:
-            self._trace.add(TraceEntry(self.name, "record", event=number))
-        return CheckedEvent(self.inner.record(), dict(self.clock), self.name, number)
+        return CheckedEvent(self.inner.record(), dict(self.clock), self.name, self.counts["events"])
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CheckedEvent)
         self.counts["waits"] += 1
-        if self._trace.is_on:
-            entry = TraceEntry(self.name, "wait", other=event.stream, event=event.number)
-            self._trace.add(entry)
         for name, time in event.clock.items():
             self.clock[name] = max(self.clock.get(name, 0), time)
         self.inner.wait(event.inner)
@@ -133,31 +83,34 @@ class _Accesses:
 
 class CheckedDevice:
     """Wraps a device; `declare` reports what each stream accesses. num_checked counts declared
-    accesses; `start_trace` records queued operations in `trace`.
+    accesses.
     """
 
     is_checked = True
 
     def __init__(self, inner: Device) -> None:
-        self.inner = inner
         self.name = inner.name
         self.computes_later = inner.computes_later
         self.torch_device: torch.device = inner.torch_device
-        self.trace = Trace()
-        self.compute: Stream = CheckedStream(inner.compute, self.trace)
-        self.h2d: Stream = CheckedStream(inner.h2d, self.trace)
-        self.d2h: Stream = CheckedStream(inner.d2h, self.trace)
+        self.compute: Stream = CheckedStream(inner.compute)
+        self.h2d: Stream = CheckedStream(inner.h2d)
+        self.d2h: Stream = CheckedStream(inner.d2h)
         self.num_checked = 0
         self._slots: dict[Key, _Accesses] = {}
+        # What needs no check is the device's own.
+        self.auto_dtype, self.tensor = inner.auto_dtype, inner.tensor
+        self.memory, self.host_memory = inner.memory, inner.host_memory
+        self.peak_memory_mib, self.peak_bytes_of = inner.peak_memory_mib, inner.peak_bytes_of
+        self.empty_host, self.synchronize = inner.empty_host, inner.synchronize
+        self.read_back, self.watch = inner.read_back, inner.watch
+        self.share_cores, self.follow_free_cores = inner.share_cores, inner.follow_free_cores
+        self.begin_step, self.close_streams = inner.begin_step, inner.close_streams
 
     def declare(
         self, stream: Stream, reads: Iterable[Key] = (), writes: Iterable[Key] = ()
     ) -> None:
         """`stream` will read and write these slots. Raises RaceError."""
         assert isinstance(stream, CheckedStream)
-        reads, writes = tuple(reads), tuple(writes)
-        if self.trace.is_on:
-            self.trace.add(TraceEntry(stream.name, "access", reads, writes))
         stream.clock[stream.name] += 1
         now = stream.clock[stream.name]
         for key in reads:
@@ -171,59 +124,6 @@ class CheckedDevice:
             self._demand_order(stream, key, accesses.reads, "writes", "read")
             accesses.write, accesses.reads = {stream.name: now}, {}
             self.num_checked += 1
-
-    def start_trace(self, room: int = 10_000) -> None:
-        """Record at most `room` entries from now on; further ones are only counted. Off by default,
-        so that long runs do not grow.
-        """
-        self.trace.start(room)
-
-    def stop_trace(self) -> tuple[TraceEntry, ...]:
-        """Stop recording; returns the entries."""
-        self.trace.is_on = False
-        return tuple(self.trace.entries)
-
-    def auto_dtype(self) -> tuple[torch.dtype, str]:
-        return self.inner.auto_dtype()
-
-    def memory(self) -> tuple[int, int]:
-        return self.inner.memory()
-
-    def host_memory(self) -> int:
-        return self.inner.host_memory()
-
-    def peak_memory_mib(self) -> float:
-        return self.inner.peak_memory_mib()
-
-    def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
-        return self.inner.peak_bytes_of(work)
-
-    def synchronize(self) -> None:
-        self.inner.synchronize()
-
-    def watch(self, look: Callable[[float], None]) -> None:
-        self.inner.watch(look)
-
-    def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
-        return self.inner.tensor(values, dtype)
-
-    def read_back(self, tensor: Tensor) -> Readable:
-        return self.inner.read_back(tensor)
-
-    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.inner.empty_host(shape, dtype)
-
-    def share_cores(self, with_copies: bool) -> None:
-        self.inner.share_cores(with_copies)
-
-    def follow_free_cores(self) -> None:
-        self.inner.follow_free_cores()
-
-    def begin_step(self) -> None:
-        self.inner.begin_step()
-
-    def close_streams(self) -> None:
-        self.inner.close_streams()
 
     def _demand_order(
         self, stream: CheckedStream, key: Key, before: Clock, verb: str, past: str

@@ -35,12 +35,12 @@ class Drafts:
     places: dict[int, list[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, drawn: Iterable[tuple[DraftStep, Tensor]]) -> Drafts:
-        """drawn: each step, and the tokens that its rows drew."""
+    def of(cls, drafted: Iterable[tuple[DraftStep, Tensor]]) -> Drafts:
+        """drafted: each step, and the token that each of its rows sampled."""
         made: list[Tensor] = []
         places: dict[int, list[int]] = {}
         num_made = 0
-        for step, tokens in drawn:
+        for step, tokens in drafted:
             made.append(tokens)
             for place, item in enumerate(step.items, num_made):
                 places.setdefault(item, []).append(place)
@@ -85,10 +85,10 @@ class Drafter:
         self._device = device
 
     def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
-        """Run the steps one after the other; each begins with what the one before it drew."""
-        return Drafts.of(self._drawn(batch, steps))
+        """Run the steps one after the other; each begins with what the one before it sampled."""
+        return Drafts.of(self._drafted(batch, steps))
 
-    def _drawn(
+    def _drafted(
         self, batch: ScheduledBatch, steps: Iterable[DraftStep]
     ) -> Iterator[tuple[DraftStep, Tensor]]:
         known: dict[int, tuple[int, ...]] = {}
@@ -143,8 +143,8 @@ class Drafter:
     ) -> None:
         """Note the drafts that grammars must know."""
         if any(batch.items[item].seq.grammar is not None for item in step.items):
-            drawn = self._device.read_back(tokens).tolist()
-            for item, token in zip(step.items, drawn, strict=True):
+            sampled = self._device.read_back(tokens).tolist()
+            for item, token in zip(step.items, sampled, strict=True):
                 known[item] = (*known.get(item, ()), token)
 
 

@@ -18,15 +18,9 @@ from nanoengine.engine.draft_length import EngineDrafts, PayingDrafts
 from nanoengine.engine.speculative import PromptLookup
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, shown
 from nanoengine.loading.generation_config import read_sampling_params
+from nanoengine.outputs import RequestMetrics
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import (
-    Grammars,
-    Request,
-    RequestMetrics,
-    Sequence,
-    SequenceOutput,
-    TokenHistory,
-)
+from nanoengine.sequence import Grammars, Request, Sequence, SequenceOutput, TokenHistory
 from nanoengine.startup.parts import Parts
 from nanoengine.startup.plan import MemoryPlan
 from nanoengine.text.detokenizer import IncrementalDetokenizer

@@ -30,10 +30,11 @@ from nanoengine.loading.model_cache import in_use
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import ScheduledBatch, Sequence
+from nanoengine.startup.largest_step import profiled_bytes
 from nanoengine.startup.memory_plan import plan_memory
 from nanoengine.startup.parts import make_engine_device, step_padding
 from nanoengine.startup.plan import MemoryPlan
-from nanoengine.startup.probe import DecodeCosts, predict_speed, profiled_bytes
+from nanoengine.startup.probe import DecodeCosts, predict_speed
 
 
 class LLMEngine:

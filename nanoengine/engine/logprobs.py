@@ -53,9 +53,9 @@ class StepScores:
         if self.sampled is None:
             return
         tokens, scores = batch.split(token_ids), batch.split(self.sampled.tolist())
-        for item, drawn, rows in zip(batch.items, tokens, scores, strict=True):
+        for item, sampled, rows in zip(batch.items, tokens, scores, strict=True):
             seq, width = item.seq, item.seq.request.num_likeliest
-            scored = zip(item.accepted(drawn), rows, strict=False)
+            scored = zip(item.accepted(sampled), rows, strict=False)
             if width is not None and not seq.is_finished:
                 seq.output.scores += [read_scores(row, token_id, width) for token_id, row in scored]
 

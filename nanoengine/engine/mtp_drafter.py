@@ -20,7 +20,7 @@ from nanoengine.engine.draft_vocabulary import DraftVocabulary
 from nanoengine.engine.drafter import Drafts, draft_context, rows_of
 from nanoengine.engine.sampler import Sampler
 from nanoengine.kv.open_step import DraftStep
-from nanoengine.models.mtp import OwnHead
+from nanoengine.models.mtp import MtpHead
 from nanoengine.sequence import ScheduledBatch, Sequence
 
 
@@ -39,7 +39,7 @@ class MtpDrafter:
 
     def __init__(
         self,
-        head: OwnHead,
+        head: MtpHead,
         attention: AttentionBackend,
         sampler: Sampler,
         vocabulary: DraftVocabulary,
@@ -54,9 +54,9 @@ class MtpDrafter:
 
     def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
         """The drafts after the first guess of each item: as Drafter.draft."""
-        return Drafts.of(self._drawn(batch, steps))
+        return Drafts.of(self._drafted(batch, steps))
 
-    def _drawn(
+    def _drafted(
         self, batch: ScheduledBatch, steps: Iterable[DraftStep]
     ) -> Iterator[tuple[DraftStep, Tensor]]:
         before: DraftStep | None = None
@@ -94,7 +94,7 @@ class MtpDrafter:
         runs: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Run a draft step; returns the token of each row, int64 [rows], and the head's hidden
-        states. tokens: the ones after the rows'. given, runs: as in OwnHead.
+        states. tokens: the ones after the rows'. given, runs: as in MtpHead.
         """
         seqs = [batch.items[item].seq for item in step.items]
         ctx = draft_context(batch, step, self._attention, self._device)

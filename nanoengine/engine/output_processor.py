@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 from nanoengine.engine.completion import Completion, token_logprobs
-from nanoengine.outputs import RequestOutput, StreamDelta, TokenLogprobs
-from nanoengine.sequence import RequestMetrics, Sequence
+from nanoengine.outputs import RequestMetrics, RequestOutput, StreamDelta, TokenLogprobs
+from nanoengine.sequence import Sequence
 from nanoengine.text.tokenizer import Tokenizer
 
 

@@ -178,18 +178,18 @@ class Scheduler:
         now = time.perf_counter()
         is_timed = batch.is_decode and not self.turns.are_apart
         parts = batch.items, batch.split(token_ids), batch.split(next_guesses)
-        for item, drawn, guesses in zip(*parts, strict=True):
+        for item, sampled, guesses in zip(*parts, strict=True):
             if item.seq.is_finished:
                 continue
-            accepted = item.accepted(drawn)
+            accepted = item.accepted(sampled)
             self._append_tokens(item, accepted, is_timed)
             item.seq.next_guesses = (guesses[len(accepted) - 1],) if guesses else None
-            if drawn and item.seq.metrics.first_token_time is None:
+            if sampled and item.seq.metrics.first_token_time is None:
                 item.seq.metrics.first_token_time = now
             if item.seq.is_finished:
                 self._end(item.seq)
                 ended.append(item.seq)
-            elif drawn and item.seq.request.pauses:
+            elif sampled and item.seq.request.pauses:
                 self._pause(item.seq)
         self._drop(ended)
         return ended

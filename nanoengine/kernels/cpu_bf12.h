@@ -294,7 +294,7 @@ INLINE void multiply_one_bf12(place_t at, const char *x, int64_t x_stride, vf s[
     }
 }
 
-/* As `multiply` in cpu_linear.c, of the blocks [block, end) of a panel. */
+/* As `multiply` in cpu_products.h, of the blocks [block, end) of a panel. */
 INLINE void multiply_bf12(bf12_t weight, int64_t block, int64_t end, const char *x, int64_t x_stride,
                           int is_first, char *kept, float *acc, const int rows, const int keeps) {
     enum { VECTORS = PANEL / LANES, MOST = 6 };

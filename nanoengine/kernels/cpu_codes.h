@@ -310,7 +310,7 @@ static unpack_t *const UNPACKERS[FORMATS] = {EACH_FORMAT(UNPACKER)};
 
 enum { FEW_ROWS = LANES >= 8 ? 4 : 2 };
 
-/* acc[r][v] = x[r] . w[v] over whole groups of k, in the order of `multiply` in cpu_linear.c: but weights
+/* acc[r][v] = x[r] . w[v] over whole groups of k, in the order of `multiply` in cpu_products.h: but weights
  * are numbers in registers only. Its arrays have the sizes that are the most, as GCC keeps none in
  * registers whose size is an argument. */
 INLINE void multiply_codes(const char *panel, int64_t groups, int64_t column, const char *x,

@@ -285,20 +285,3 @@ int gated_delta(const delta_args *a) {
     free(scratch);
     return 0;
 }
-
-/* x * sigmoid(gate) with the sigmoid rounded first, as torch does in two steps. */
-INLINE void sigmoid_row(const void *x, const void *gate, void *out, int64_t row, int64_t dim,
-                        int64_t stride, int mode) {
-    const char *g = AT(gate, row * stride, mode);
-    for (int64_t d = 0; d < dim; d += LANES) {
-        const vf y = LOAD(g, d, mode), e = exp2v(pick(y > 0.0f, -y, y) * LOG2E);
-        const vf s = pick(y > 0.0f, splat(1.0f), e) / (e + 1.0f);
-        STORE(out, row * dim + d, LOAD(x, row * dim + d, mode) * rounded(s, mode), mode);
-    }
-}
-void sigmoid_mul(const void *x, const void *gate, void *out, int64_t rows, int64_t dim, int64_t stride,
-                 int64_t is_bf16, int64_t threads) {
-#define ROW(i, mode) sigmoid_row(x, gate, out, i, dim, stride, mode)
-    FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
-#undef ROW
-}

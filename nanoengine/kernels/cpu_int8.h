@@ -19,10 +19,6 @@ typedef struct { /* a group of a row */
     int32_t begins[2]; /* of the integers of both halves; where a group has one scale, only the first */
 } rounded_t;
 
-/* Formats whose products can be of integers; the others have numbers of their own. */
-INLINE int has_integers(int format) {
-    return format != DENSE && !has_numbers(format) && format != MXFP4 && format != FP8;
-}
 INLINE int has_minima(const int format) {
     return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K || format == INT4 ||
            format == INT8;

@@ -1,8 +1,8 @@
-"""Calls the attention kernels of `cpu_kernels.c`.
+"""Calls the kernels of `cpu_kernels.c`: attention, and small operators between products.
 
 Owns their C calling convention; c_build compiles the file. Knows no sequence, no scheduler and no
-model: it sees tensors and one KVChunk at a time. `cpu_kernels.c` describes the arithmetic, and why
-the result does not depend on how KV is split into chunks.
+model: it sees tensors and one KVChunk at a time. `cpu_attention.h` describes the arithmetic, and
+why the result does not depend on how KV is split into chunks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from nanoengine.config.model import AnyRecurrent, ShortConvConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget, RecurrentState, SoftmaxState
 from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import SOURCE, load_library
-from nanoengine.kernels.call_tape import CallTape, CFunction
+from nanoengine.kernels.call_tape import CallTape
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws, likeliest
 from nanoengine.models.mamba import NORMS, MambaNet
 from nanoengine.models.rules import RecurrentNet
 from nanoengine.models.short_conv import ShortConvNet
 
-# One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order; of
-# delta_args in cpu_delta.h, and of draw_args and likeliest_args in cpu_draw.h.
+# One field per member, in that order, of attend_args in cpu_attention.h; of norm_args and rope_args
+# in cpu_operators.h; of delta_args in cpu_delta.h; of draw_args and likeliest_args in cpu_draw.h.
 _ATTEND_ARGS = struct.Struct("=14Q16q2Q3qd")
 _NORM_ARGS = struct.Struct("=3Q10qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
@@ -38,6 +38,8 @@ _LIKELIEST_ARGS = struct.Struct("=3Q5q")
 _CANDIDATE_BYTES = 16
 MOST_SORTED = 256  # tokens of a row that are put in order one after the other
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
+# What gates go through, by the names of torch_ops.GATED, as in cpu_vectors.h.
+ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3, "relu2": 4}
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 _RULES = (MambaNet, DeltaNet, ShortConvNet)  # as numbered in cpu_delta.h
 # Of the nets of these, in the order of delta_args.
@@ -108,13 +110,10 @@ class CpuKernels:
         self._draw.argtypes = self._likeliest.argtypes = [ctypes.c_char_p]
         self._argmax = library.argmax
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
-        self._silu_mul, self._gelu_mul = library.silu_mul, library.gelu_mul
-        self._clamped_swiglu = library.clamped_swiglu
-        for function in (self._silu_mul, self._gelu_mul, self._clamped_swiglu):
-            function.argtypes, function.restype = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5, None
-        self._sigmoid_mul = library.sigmoid_mul
+        self._gate_mul, self._sigmoid_mul = library.gate_mul, library.sigmoid_mul
+        self._gate_mul.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 6
         self._sigmoid_mul.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 5
-        self._sigmoid_mul.restype = None
+        self._gate_mul.restype = self._sigmoid_mul.restype = None
         self._has_tiles = library.allow_tiles() == 0
         library.isa.restype = ctypes.c_char_p
         self.isa: str = "amx_bf16" if self._has_tiles else library.isa().decode()
@@ -322,30 +321,20 @@ class CpuKernels:
         )
         self.tape.call(self._add, args, x, summand, gate)
 
-    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""
-        self._gate(self._silu_mul, gate_up, out)
-
-    def gelu_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """The same for torch_ops.gelu_mul."""
-        self._gate(self._gelu_mul, gate_up, out)
-
-    def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None:
-        """The same for torch_ops.clamped_swiglu, in fp32 until out is rounded."""
-        self._gate(self._clamped_swiglu, gate_up, out)
-
-    def _gate(self, function: CFunction, gate_up: Tensor, out: Tensor) -> None:
-        tokens, dim = out.shape
+    def gate_mul(self, gate_up: Tensor, activation: str, out: Tensor) -> None:
+        """out = activation(gate) * up, as torch_ops.GATED[activation]; clamped_swiglu in fp32 until
+        out is rounded. gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous.
+        """
         args = (
             gate_up.data_ptr(),
             out.data_ptr(),
-            tokens,
-            dim,
+            *out.shape,
             gate_up.stride(0),
+            ACTIVATIONS[activation],
             _IS_BF16[gate_up.dtype],
             torch.get_num_threads(),
         )
-        self.tape.call(function, args, gate_up, out)
+        self.tape.call(self._gate_mul, args, gate_up, out)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None:
         """out = x * sigmoid(gate); x and out are [tokens, heads x head_dim], contiguous, gate

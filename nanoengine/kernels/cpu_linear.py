@@ -19,21 +19,13 @@ from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, load_library
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import Workspace
 from nanoengine.kernels.packed_experts import PackedExpert, PackedExperts
-from nanoengine.kernels.packed_product import (
-    PackedAfterAttention,
-    PackedGateUp,
-    PackedLinear,
-)
-from nanoengine.kernels.packed_weight import (
-    WeightPacker,
-    format_of,
-    shape_of,
-)
+from nanoengine.kernels.packed_product import PackedAfterAttention, PackedGateUp, PackedLinear
+from nanoengine.kernels.packed_weight import WeightPacker, format_of, shape_of
 from nanoengine.models.experts import Map, Router
 from nanoengine.models.stored_codes import CodedWeight, Weight
 
 SOURCE = Path(__file__).with_name("cpu_linear.c")
-# Of activations, as in cpu_linear.c.
+# Of activations, as in cpu_panels.h.
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
 # One field per member of route_t in cpu_router.h, in that order.
 _ROUTE = struct.Struct("=6Q9q2d")
@@ -108,10 +100,7 @@ class CpuLinear:
         return cls(library, tape, dtype, with_codes, rounds_rows)
 
     def pack(
-        self,
-        weight: Weight,
-        bias: Tensor | None = None,
-        norm: tuple[Tensor, float] | None = None,
+        self, weight: Weight, bias: Tensor | None = None, norm: tuple[Tensor, float] | None = None
     ) -> PackedLinear:
         """Pack weight [outputs, inputs] and bias [outputs] on the CPU, in the dtype of activations;
         or the codes of a weight, as they are.
@@ -154,10 +143,7 @@ class CpuLinear:
         return held
 
     def experts(
-        self,
-        router: Router,
-        experts: Sequence[PackedExpert],
-        gather: Map | None,
+        self, router: Router, experts: Sequence[PackedExpert], gather: Map | None
     ) -> PackedExperts:
         """experts: as of PackedExperts. gather: as of Experts."""
         return PackedExperts(self._workspace, router, experts, gather)

@@ -10,20 +10,14 @@ import torch
 from torch import Tensor
 
 from nanoengine.errors import EngineError
-from nanoengine.kernels.cpu_kernels import Workspace
+from nanoengine.kernels.cpu_kernels import ACTIVATIONS, Workspace
 from nanoengine.kernels.packed_product import PackedGateUp, PackedLinear
-from nanoengine.kernels.packed_weight import (
-    ACTIVATIONS,
-    CALL,
-    GROUP,
-    PAIR_ROWS,
-    ROUNDED_GROUP_BYTES,
-)
+from nanoengine.kernels.packed_weight import CALL, GROUP, PAIR_ROWS, ROUNDED_GROUP_BYTES
 from nanoengine.models.experts import Map, Router
 
-# One field per member of experts_t in cpu_linear.c, in that order.
+# One field per member of experts_t in cpu_experts.h, in that order.
 _EXPERTS = struct.Struct("=15Q6q")
-BOTH, GATES, DOWNS = range(3)  # which half of a call, as in cpu_linear.c
+BOTH, GATES, DOWNS = range(3)  # which half of a call, as in cpu_experts.h
 
 
 class PackedApart:

@@ -15,7 +15,7 @@ from nanoengine.kernels.cpu_kernels import Workspace
 from nanoengine.kernels.packed_weight import ADD, FLOAT, STORE, PackedWeight
 from nanoengine.models.layer_ops import RUN
 
-_NUM_CALLS = struct.Struct("=q")  # of calls_t in cpu_linear.c, before its calls
+_NUM_CALLS = struct.Struct("=q")  # of calls_t in cpu_panels.h, before its calls
 
 
 class PackedProduct:

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from nanoengine.errors import EngineError
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.kernels.cpu_kernels import Workspace
+from nanoengine.kernels.cpu_kernels import ACTIVATIONS, Workspace
 from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, CodedRows
 
-# As in cpu_linear.c: outputs of a panel, outputs of gate and up that take turns, k of a matrix
+# As in cpu_panels.h: outputs of a panel, outputs of gate and up that take turns, k of a matrix
 # tile, bytes of normed rows that fit a thread, and the epilogues.
 _PANEL = 64
 _TURN = 16
@@ -26,8 +26,6 @@ _PRIVATE_BYTES = 64 << 10
 STORE, ADD, FLOAT = 0, 1, 2
 # The dtypes of numbers that are held in 16 bits and multiplied in float32.
 _NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
-# What gates of a packed weight go through, by the names of torch_ops.GATED, as in cpu_vectors.h.
-ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3, "relu2": 4}
 _BF12 = "BF12"  # of cpu_bf12.h: bfloat16 in 12 bits
 # The formats of cpu_codes.h, in its order.
 _FORMATS = {name: number for number, name in enumerate(("", *FORMATS, *_NARROW.values(), _BF12))}
@@ -40,7 +38,7 @@ ROUNDED_GROUP_BYTES = 48
 # Rows of a block for matrix tiles: of numbers, and of what stands left.
 _TILED_ROWS, PAIR_ROWS = 32, 16
 INTEGER_FORMATS = frozenset(FORMATS) - {"MXFP4", "FP8"}
-# One field per member of weight_t and call_t in cpu_linear.c, in that order.
+# One field per member of weight_t and call_t in cpu_panels.h, in that order.
 _WEIGHT = struct.Struct("=3Q7qd")
 CALL = struct.Struct("=4Q5q")
 # One field per member of source_t in cpu_bf12.h, in that order.
@@ -316,10 +314,7 @@ class WeightPacker:
         return -(-inputs * self._dtype.itemsize // 4) * 4
 
     def check(
-        self,
-        weight: CodedRows | Tensor,
-        shape: tuple[int, ...],
-        dtype: torch.dtype | None = None,
+        self, weight: CodedRows | Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
     ) -> None:
         """Raise EngineError for a weight, or a vector, that is not to be packed as this shape.
 

@@ -160,7 +160,7 @@ class CodedMixture:
 
 
 class TritonCodes:
-    """Packs weights for the GPU that they lie on (fused_ops.GpuProducts)."""
+    """Packs weights for the GPU that they lie on (gpu_ops.GpuProducts)."""
 
     def pack(self, weight: CodedWeight, bias: Tensor | None = None) -> CodedProduct:
         """weight: [outputs, inputs], on the GPU; bias: [outputs]."""
@@ -170,11 +170,7 @@ class TritonCodes:
         return CodedProduct(parts, bias, weight.dtype)
 
     def experts(
-        self,
-        router: Router,
-        weights: list[CodedExpert],
-        gated: Map,
-        gather: Map | None,
+        self, router: Router, weights: list[CodedExpert], gated: Map, gather: Map | None
     ) -> CodedMixture:
         """weights: all experts, in the same formats and shapes; the others as of GroupedExperts."""
         biases = list(zip(*(each.biases for each in weights if each.biases), strict=True))

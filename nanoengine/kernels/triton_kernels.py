@@ -135,7 +135,7 @@ def _clamped_swiglu(gate_up, out, row_size, SIZE: tl.constexpr, STEP: tl.constex
 
 
 class TritonKernels:
-    """Launches the kernels (fused_ops.GpuKernels)."""
+    """Launches the kernels (gpu_ops.GpuKernels)."""
 
     recurrence = staticmethod(recurrence)
 
@@ -174,25 +174,22 @@ class TritonKernels:
             heads, pad(heads), kv_heads, pad(kv_heads), half, pad(half), num_warps=4,
         )  # fmt: skip
 
-    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""
-        _gate(_gate_mul, gate_up, out, GELU=False)
-
-    def gelu_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """The same for torch_ops.gelu_mul."""
-        _gate(_gate_mul, gate_up, out, GELU=True)
-
-    def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None:
-        """The same for torch_ops.clamped_swiglu, in fp32 until out is rounded."""
-        _gate(_clamped_swiglu, gate_up, out)
+    def gate_mul(self, gate_up: Tensor, activation: str, out: Tensor) -> None:
+        """out = activation(gate) * up; see CpuKernels.gate_mul."""
+        kernel, *constants = _GATES[activation]
+        tokens, size = out.shape
+        step = min(2048, triton.next_power_of_2(size))
+        kernel[(tokens, triton.cdiv(size, step))](
+            gate_up, out, gate_up.stride(0), size, step, *constants, num_warps=_warps(step)
+        )
 
 
-def _gate(kernel: Any, gate_up: Tensor, out: Tensor, **constants: bool) -> None:
-    tokens, size = out.shape
-    step = min(2048, triton.next_power_of_2(size))
-    kernel[(tokens, triton.cdiv(size, step))](
-        gate_up, out, gate_up.stride(0), size, step, num_warps=_warps(step), **constants
-    )
+# By the names of torch_ops.GATED: a kernel, and the constants that it takes last.
+_GATES: dict[str, Any] = {
+    "silu": (_gate_mul, False),
+    "gelu_pytorch_tanh": (_gate_mul, True),
+    "clamped_swiglu": (_clamped_swiglu,),
+}
 
 
 def _warps(size: int) -> int:

@@ -17,10 +17,9 @@ from nanoengine.kv.kv_codec import KVCodec
 class KVSpec:
     """The shape of the KV cache: blocks of [parts, block_size, kv_heads, head_dim] a layer.
 
-    parts: 2, K and V; 1: K alone, which is V, too. num_layers: those with KV. heads: (kv_heads,
-    head_dim) of each of them; () if all have num_kv_heads and head_dim. sources: for each layer
-    with attention, which of the num_layers it reads: it may be one that an earlier layer has
-    written; () if each has its own.
+    parts: 2, K and V; 1: K alone, which is V, too. heads: (kv_heads, head_dim) of each layer with
+    KV. sources: for each layer with attention, which of these it reads: it may be one that an
+    earlier layer has written; () if each has its own.
 
     num_blocks on the device; num_host_blocks on the host (0: no offload). Host blocks stream
     through ring_slots buffers of slot_blocks blocks each; slot_blocks 0 reads them in host memory.
@@ -36,11 +35,9 @@ class KVSpec:
     (draft_plan.drafts_from); 0: none does.
     """
 
-    num_layers: int
+    heads: tuple[tuple[int, int], ...]
     num_blocks: int
     block_size: int
-    num_kv_heads: int
-    head_dim: int
     dtype: torch.dtype
     num_host_blocks: int = 0
     ring_slots: int = 0
@@ -56,19 +53,18 @@ class KVSpec:
     num_states: int = 0
     keeps_states: bool = False
     num_snapshots: int = 0
-    heads: tuple[tuple[int, int], ...] = ()
     sources: tuple[int, ...] = ()
     drafts_from: int = 0
 
     @property
-    def layer_heads(self) -> tuple[tuple[int, int], ...]:
-        """(kv_heads, head_dim) of each layer with KV."""
-        return self.heads or ((self.num_kv_heads, self.head_dim),) * self.num_layers
+    def num_layers(self) -> int:
+        """Layers with KV."""
+        return len(self.heads)
 
     @property
     def layer_blocks(self) -> list[tuple[int, int, int, int]]:
         """The shape of a block in each layer with KV."""
-        return [(self.parts, self.block_size, *heads) for heads in self.layer_heads]
+        return [(self.parts, self.block_size, *heads) for heads in self.heads]
 
     @property
     def layer_sources(self) -> tuple[int, ...]:
@@ -122,7 +118,7 @@ class KVSpec:
         codec = self.host_codec
         if codec is None:
             return self._layer_bytes
-        of_token = [codec.read_bytes(*heads) for heads in self.layer_heads]
+        of_token = [codec.read_bytes(*heads) for heads in self.heads]
         return [self.parts * self.block_size * num for num in of_token]
 
     @property

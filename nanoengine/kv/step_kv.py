@@ -14,14 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nanoengine.context import (
-    KVChunk,
-    KVTarget,
-    MakeTensor,
-    RecurrentState,
-    ReplayKey,
-    packed,
-)
+from nanoengine.context import KVChunk, KVTarget, MakeTensor, RecurrentState, ReplayKey, packed
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.offload import TransferRun
 from nanoengine.kv.step_plan import DEVICE, HOST, Part, SequenceSpan, StepPlan

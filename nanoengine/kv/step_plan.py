@@ -199,10 +199,7 @@ def _fills(runs: list[tuple[int, ...]], firsts: list[int], slot_blocks: int) -> 
 
 
 def unseen_parts(
-    parts: Sequence[Part],
-    starts: Sequence[int],
-    block_size: int,
-    windows: Sequence[int | None],
+    parts: Sequence[Part], starts: Sequence[int], block_size: int, windows: Sequence[int | None]
 ) -> tuple[frozenset[int], ...]:
     """For each layer, the numbers of the parts that lie before the window of all its queries.
 

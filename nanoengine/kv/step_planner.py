@@ -29,7 +29,8 @@ from nanoengine.kv.step_plan import (
     unseen_parts,
     without_short_runs,
 )
-from nanoengine.sequence import RequestMetrics, ScheduledBatch
+from nanoengine.outputs import RequestMetrics
+from nanoengine.sequence import ScheduledBatch
 
 Locate = Callable[[int], tuple[int, int]]
 # Rows of a step that are padded, at most: more take longer, on a GPU too.

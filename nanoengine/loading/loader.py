@@ -32,7 +32,7 @@ from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.latent import held_share
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.make_codes import ENDS, becomes_codes, make_codes
-from nanoengine.models.mtp import OwnHead
+from nanoengine.models.mtp import MtpHead
 from nanoengine.models.shard import WHOLE, Shard, Sharding
 from nanoengine.models.stored_codes import NEVER_CODES, TAKEN_APART, CodedWeight, Weight
 from nanoengine.models.ungated import XIELU_SHAPES
@@ -58,7 +58,7 @@ class LoadedModel:
     source: str
     weight_bytes: int
     codes: Mapping[str, int] = field(default_factory=dict)
-    mtp: OwnHead | None = None
+    mtp: MtpHead | None = None
 
 
 def load_model(

@@ -33,7 +33,7 @@ from nanoengine.models.layer_ops import (
     num_runs,
 )
 from nanoengine.models.layers import LayerEnd, MixerBeside
-from nanoengine.models.mtp import MtpHead
+from nanoengine.models.mtp import MtpLayer
 from nanoengine.models.rope import Angles, Rotary
 
 
@@ -117,11 +117,11 @@ class Decoder:
         self._logit_divisor = config.factors.logits
         self._ops = ops
         self._is_amid_a_pass = False
-        self.mtp: MtpHead | None = None
+        self.mtp: MtpLayer | None = None
         if last_norm is not None:
             ends = self._embed, last_norm, self._head
             rotary = Rotary([config.rope], config.head_dim, device)
-            self.mtp = MtpHead(ops, builder.mtp(), ends, rotary)
+            self.mtp = MtpLayer(ops, builder.mtp(), ends, rotary)
             self._head = NormedProduct(ops, last_norm, self._head)
 
     @staticmethod

@@ -1,6 +1,7 @@
 """The operations that a decoder is built of: products and the small operators between them.
 
-LayerOps is the interface. torch_ops.py does all of it in PyTorch, kernels/fused_ops.py fast.
+LayerOps is the interface. torch_ops.py does all of it in PyTorch, kernels/cpu_ops.py and
+kernels/gpu_ops.py fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MtpHead: the MTP head, for multi-token prediction (DeepSeek-V3, arXiv 2412.19437).
+"""MtpLayer: the MTP head, for multi-token prediction (DeepSeek-V3, arXiv 2412.19437).
 
 Of a position it takes the token after it and what the model's output head sees there, and guesses
 the token after that one. It has one decoder layer, with KV of its own; embedding and output head
@@ -43,8 +43,8 @@ class MtpParts:
     norm: Norm
 
 
-class OwnHead(Protocol):
-    """What guesses the token after the next one, for all rows of a step (MtpHead)."""
+class MtpHead(Protocol):
+    """What guesses the token after the next one, for all rows of a step (MtpLayer)."""
 
     def __call__(self, ctx: ForwardContext, next_ids: Tensor, given: Tensor) -> Tensor:
         """Store the head's keys and values of a step's rows; returns what its guesses come from,
@@ -71,8 +71,8 @@ class OwnHead(Protocol):
         ...
 
 
-class MtpHead:
-    """An OwnHead in one process, or a rank's part of it."""
+class MtpLayer:
+    """The MtpHead of a decoder: one more layer, between its embedding and its output head."""
 
     def __init__(
         self, ops: LayerOps, parts: MtpParts, ends: tuple[Embed, Norm, Product], rotary: Rotary
@@ -82,7 +82,7 @@ class MtpHead:
         self._embed, self._model_norm, self._head = ends
 
     def __call__(self, ctx: ForwardContext, next_ids: Tensor, given: Tensor) -> Tensor:
-        """As OwnHead."""
+        """As MtpHead."""
         parts, rms_norm = self._parts, self._ops.rms_norm
         embedded = rms_norm(self._embed(next_ids), parts.norms[0])
         x = parts.join(torch.cat((embedded, rms_norm(given, parts.norms[1])), dim=1))
@@ -92,14 +92,14 @@ class MtpHead:
         return rms_norm(x, parts.norm)
 
     def after_model(self, ctx: ForwardContext, next_ids: Tensor, x: Tensor) -> Tensor:
-        """As OwnHead. The head sees what the model's output head does: x after the last norm."""
+        """As MtpHead. The head sees what the model's output head does: x after the last norm."""
         return self(ctx, next_ids, self._ops.rms_norm(x, self._model_norm))
 
     @property
     def num_runs(self) -> int:
-        """As OwnHead."""
+        """As MtpHead."""
         return num_runs(self._head)
 
     def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
-        """As OwnHead."""
+        """As MtpHead."""
         return head_logits(self._head, x, runs)

@@ -39,11 +39,7 @@ class MessagesWriter:
     """The answer to one request."""
 
     def __init__(
-        self,
-        request: ChatRequest,
-        answer_id: str,
-        model: str,
-        parsers: ChatParsers,
+        self, request: ChatRequest, answer_id: str, model: str, parsers: ChatParsers
     ) -> None:
         """parsers: of the model's answers."""
         self._max_tokens = request.params.max_tokens

@@ -13,11 +13,7 @@ from nanoengine.errors import InvalidParamsError, InvalidPromptError, number, sh
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.answer_forms import OUTPUT_FORMAT, OWN_FORM, form_in
 from nanoengine.serving.messages_answers import THREAD
-from nanoengine.serving.openai_keys import (
-    OWN_MESSAGE,
-    Refused,
-    given_keys,
-)
+from nanoengine.serving.openai_keys import OWN_MESSAGE, Refused, given_keys
 from nanoengine.serving.openai_requests import (
     ChatRequest,
     common_keys,

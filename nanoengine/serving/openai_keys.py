@@ -89,11 +89,7 @@ class KeyRefusedError(InvalidParamsError):
         self.code = code
 
 
-def given_keys(
-    body: object,
-    known: Collection[str],
-    refused: Refused = REFUSED,
-) -> dict[str, Any]:
+def given_keys(body: object, known: Collection[str], refused: Refused = REFUSED) -> dict[str, Any]:
     """The keys of a body that it must not ignore; null is no value.
 
     An unknown key is refused, as by OpenAI: it may be a parameter with a slip of the fingers, and

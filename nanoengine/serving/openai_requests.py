@@ -22,14 +22,7 @@ from nanoengine.errors import (
 )
 from nanoengine.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams
 from nanoengine.serving.answer_forms import OWN_FORM, form_key, form_of
-from nanoengine.serving.openai_keys import (
-    CHAT,
-    COMMON,
-    OWN,
-    PARAMS,
-    given_keys,
-    unknown_key,
-)
+from nanoengine.serving.openai_keys import CHAT, COMMON, OWN, PARAMS, given_keys, unknown_key
 from nanoengine.text.tools import ToolUse, read_tools
 
 MAX_BIASES = 1024

@@ -15,13 +15,25 @@ from nanoengine.serving.openai_requests import EFFORTS
 
 Schema = dict[str, Any]
 
+
+def record(properties: Schema, *required: str) -> Schema:
+    """An object with these keys, some of which every one has."""
+    made = {"type": "object", "properties": properties}
+    return made | {"required": [*required]} if required else made
+
+
+def list_of(items: Schema) -> Schema:
+    """A list whose elements are like this."""
+    return {"type": "array", "items": items}
+
+
 TEXT: Schema = {"type": "string"}
 WHOLE: Schema = {"type": "integer"}
 NUMBER: Schema = {"type": "number"}
 FLAG: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
-IDS: Schema = {"type": "array", "items": WHOLE}
-TEXTS: Schema = {"type": "array", "items": TEXT}
+IDS, TEXTS, OBJECTS = list_of(WHOLE), list_of(TEXT), list_of(OBJECT)
+FORM = {"json": OBJECT, "regex": TEXT, "choice": TEXTS, "grammar": TEXT}
 # A part of a field's type, as the dataclass writes it.
 PARTS: dict[str, Schema] = {
     "int": WHOLE,
@@ -31,76 +43,31 @@ PARTS: dict[str, Schema] = {
     "None": {"type": "null"},
     "list[int]": IDS,
     "list[str]": TEXTS,
-    "StructuredOutputsParams": {
-        "type": "object",
-        "properties": {
-            "json": OBJECT,
-            "regex": TEXT,
-            "choice": TEXTS,
-            "grammar": TEXT,
-            "json_object": FLAG,
-            "after_thinking": FLAG,
-        },
-    },
+    "StructuredOutputsParams": record(FORM | {"json_object": FLAG, "after_thinking": FLAG}),
     "Mapping[int, float]": {"type": "object", "additionalProperties": NUMBER},
 }
-PART: Schema = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": TEXT},
-    "required": ["type", "text"],
-}
-MESSAGE: Schema = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [TEXT, {"type": "array", "items": PART}]},
-    },
-    "required": ["role", "content"],
-}
-TOOL: Schema = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": TEXT, "description": TEXT, "parameters": OBJECT},
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "function"],
-}
-ALLOWED_TOOLS: Schema = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "allowed_tools"},
-        "allowed_tools": {
-            "type": "object",
-            "properties": {
-                "mode": {"enum": ["auto", "required"]},
-                "tools": {"type": "array", "items": TOOL, "minItems": 1},
-            },
-            "required": ["mode", "tools"],
-        },
-    },
-    "required": ["type", "allowed_tools"],
-}
-MESSAGES: Schema = {"type": "array", "items": MESSAGE, "minItems": 1}
-PROMPT: Schema = {"anyOf": [TEXT, IDS, TEXTS, {"type": "array", "items": IDS}]}
-FORMAT: Schema = {
-    "type": "object",
-    "properties": {
-        "type": {"enum": [*TYPES]},
-        "json_schema": {"type": "object", "properties": {"name": TEXT, "schema": OBJECT}},
-    },
-    "required": ["type"],
-}
+PART = record({"type": {"const": "text"}, "text": TEXT}, "type", "text")
+PARTED: Schema = {"anyOf": [TEXT, list_of(PART)]}
+ROLES = ["system", "developer", "user", "assistant", "tool"]
+MESSAGE = record({"role": {"enum": ROLES}, "content": PARTED}, "role", "content")
+MESSAGES = list_of(MESSAGE) | {"minItems": 1}
+FUNCTION = record({"name": TEXT, "description": TEXT, "parameters": OBJECT}, "name")
+TOOL = record({"type": {"const": "function"}, "function": FUNCTION}, "type", "function")
+ALLOWED = record(
+    {"mode": {"enum": ["auto", "required"]}, "tools": list_of(TOOL) | {"minItems": 1}},
+    *("mode", "tools"),
+)
+ALLOWED_TOOLS = record(
+    {"type": {"const": "allowed_tools"}, "allowed_tools": ALLOWED}, "type", "allowed_tools"
+)
+CHOICE: Schema = {"enum": ["none", "auto", "required"]}
+FORMAT = record(
+    {"type": {"enum": [*TYPES]}, "json_schema": record({"name": TEXT, "schema": OBJECT})}, "type"
+)
 OTHERS: dict[str, Schema] = {
     "model": TEXT,
     "stream": FLAG,
-    "stream_options": {
-        "type": "object",
-        "properties": {"include_usage": FLAG, "continuous_usage_stats": FLAG},
-    },
+    "stream_options": record({"include_usage": FLAG, "continuous_usage_stats": FLAG}),
     "cache_salt": TEXT,
     "max_completion_tokens": WHOLE,
     "response_format": FORMAT,
@@ -108,43 +75,37 @@ OTHERS: dict[str, Schema] = {
     "chat_template_kwargs": OBJECT,
     "reasoning_effort": {"enum": [None, *EFFORTS]},
     "top_logprobs": WHOLE,
-    "tools": {"type": "array", "items": TOOL},
-    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, TOOL, ALLOWED_TOOLS]},
+    "tools": list_of(TOOL),
+    "tool_choice": {"anyOf": [CHOICE, TOOL, ALLOWED_TOOLS]},
     "parallel_tool_calls": FLAG,
     "include_reasoning": FLAG,
-    "prompt": PROMPT,
+    "prompt": {"anyOf": [TEXT, IDS, TEXTS, list_of(IDS)]},
     "echo": FLAG,
 }
-TOKENIZE: Schema = {
-    "type": "object",
-    "properties": {
+TOKENIZE = record(
+    {
         "model": TEXT,
         "prompt": TEXT,
         "messages": MESSAGES,
         "add_special_tokens": FLAG,
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
-        "tools": {"type": "array", "items": TOOL},
+        "tools": list_of(TOOL),
         "chat_template_kwargs": OBJECT,
         "return_token_strs": FLAG,
-    },
-}
-DETOKENIZE: Schema = {
-    "type": "object",
-    "properties": {"model": TEXT, "tokens": IDS},
-    "required": ["tokens"],
-}
-RESPONSES: Schema = {
-    "type": "object",
-    "properties": {
+    }
+)
+DETOKENIZE = record({"model": TEXT, "tokens": IDS}, "tokens")
+RESPONSES = record(
+    {
         "model": TEXT,
         "input": {"anyOf": [TEXT, MESSAGES]},
         "instructions": TEXT,
         "max_output_tokens": WHOLE,
-        "text": {"type": "object", "properties": {"format": FORMAT}},
+        "text": record({"format": FORMAT}),
         "reasoning": OBJECT,
-        "tools": {"type": "array", "items": OBJECT},
-        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]},
+        "tools": OBJECTS,
+        "tool_choice": {"anyOf": [CHOICE, OBJECT]},
         "parallel_tool_calls": FLAG,
         "temperature": NUMBER,
         "top_p": NUMBER,
@@ -152,17 +113,16 @@ RESPONSES: Schema = {
         "store": FLAG,
         "metadata": OBJECT,
     },
-    "required": ["input"],
-}
-MESSAGES_BODY: Schema = {
-    "type": "object",
-    "properties": {
+    "input",
+)
+MESSAGES_BODY = record(
+    {
         "model": TEXT,
         "messages": MESSAGES,
-        "system": {"anyOf": [TEXT, {"type": "array", "items": PART}]},
+        "system": PARTED,
         "max_tokens": WHOLE,
         "stop_sequences": TEXTS,
-        "tools": {"type": "array", "items": OBJECT},
+        "tools": OBJECTS,
         "tool_choice": OBJECT,
         "thinking": OBJECT,
         "output_config": OBJECT,
@@ -171,10 +131,10 @@ MESSAGES_BODY: Schema = {
         "top_k": WHOLE,
         "stream": FLAG,
     },
-    "required": ["messages", "max_tokens"],
-}
+    *("messages", "max_tokens"),
+)
 COUNT_BODY: Schema = MESSAGES_BODY | {"required": ["messages"]}
-ERROR: Schema = {"type": "object", "properties": {"error": OBJECT}, "required": ["error"]}
+ERROR = record({"error": OBJECT}, "error")
 # What every path may answer beside its status 200.
 RESPONSES_OF_ALL: dict[int | str, dict[str, Any]] = {
     "default": {"description": "An error", "content": {"application/json": {"schema": ERROR}}}
@@ -200,7 +160,7 @@ def request_schema(endpoint: str) -> Schema:
         properties["logprobs"] = FLAG
     properties |= {name: OTHERS[name] for name in (*COMMON, *OWN[endpoint])}
     needed = {CHAT: "messages", COMPLETIONS: "prompt"}[endpoint]
-    return {"type": "object", "properties": properties, "required": [needed]}
+    return record(properties, needed)
 
 
 def _schema(kind: str) -> Schema:

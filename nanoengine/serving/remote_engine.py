@@ -163,10 +163,7 @@ class RemoteStream:
     """A TokenStream whose request is in another process."""
 
     def __init__(
-        self,
-        prompt: dict[str, Any],
-        say: Callable[..., None],
-        loop: asyncio.AbstractEventLoop,
+        self, prompt: dict[str, Any], say: Callable[..., None], loop: asyncio.AbstractEventLoop
     ) -> None:
         """say: sends a message about this request, on `loop`."""
         self.output: RequestOutput | None = None  # once the request has ended

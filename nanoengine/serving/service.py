@@ -175,9 +175,7 @@ def _failure(writer: Writer, error: Exception) -> bytes:
     return _joined(writer.failed(told.status, told.body))
 
 
-async def _deltas(
-    streams: Sequence[TokenStream],
-) -> AsyncIterator[tuple[int, list[StreamDelta]]]:
+async def _deltas(streams: Sequence[TokenStream]) -> AsyncIterator[tuple[int, list[StreamDelta]]]:
     """New deltas of any of the streams, each time with its number, until all have ended."""
     if len(streams) == 1:  # the common case, without a task for each wait
         while deltas := await streams[0].take():

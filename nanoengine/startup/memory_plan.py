@@ -150,15 +150,11 @@ def _kv_spec(
             f'kv_offload_dtype="bf12" is a way to store bfloat16, but KV is in {name}; take '
             'dtype="bfloat16", or leave kv_offload_dtype out'
         )
-    layers, own = model.attention_layers, model.kv_layers
-    heads = tuple(model.shape(layer).kv_heads for layer in own)
-    sources = tuple(own.index(model.shape(layer).source) for layer in layers)
+    own = model.kv_layers
     spec = KVSpec(
-        num_layers=len(own),
+        heads=tuple(model.shape(layer).kv_heads for layer in own),
         num_blocks=0,
         block_size=config.kvcache_block_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
         dtype=dtype,
         parts=model.kv_parts,
         window=model.attention.longest_window or 0,
@@ -168,8 +164,7 @@ def _kv_spec(
         recurrent=model.recurrent,
         num_states=config.max_num_seqs if model.recurrent else 0,
         keeps_states=model.recurrent is not None and config.num_guesses + config.num_mtp > 0,
-        heads=() if set(heads) == {(model.num_kv_heads, model.head_dim)} else heads,
-        sources=sources if len(own) < len(layers) else (),
+        sources=tuple(own.index(model.shape(layer).source) for layer in model.attention_layers),
     )
     spec = _with_states(spec, device.memory()[0] - activations)
     ring_slots, slot_blocks = 0, 0

@@ -26,8 +26,9 @@ from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
+from nanoengine.kernels.cpu_ops import CpuOps, PackedOps
 from nanoengine.kernels.cuda_graph import CudaGraphs, graph_size
-from nanoengine.kernels.fused_ops import CpuOps, GpuOps, PackedOps
+from nanoengine.kernels.gpu_ops import GpuOps
 from nanoengine.kernels.packed_weight import INTEGER_FORMATS
 from nanoengine.kv.step_planner import StepPadding
 from nanoengine.loading.find_model import find_model, is_dequantised, is_gguf

@@ -22,12 +22,7 @@ from nanoengine.outputs import (
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, merged
 from nanoengine.text.reasoning import BY_NAME as REASONING_PARSERS
-from nanoengine.text.reasoning import (
-    ReasoningParser,
-    ReasoningSyntax,
-    ThoughtTokens,
-    reasoning_of,
-)
+from nanoengine.text.reasoning import ReasoningParser, ReasoningSyntax, ThoughtTokens, reasoning_of
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.text.tool_parser import ChannelParser, ToolParser
 from nanoengine.text.tool_syntax import BY_NAME as TOOL_PARSERS

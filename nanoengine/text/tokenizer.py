@@ -13,12 +13,7 @@ from typing import Any, Literal, NoReturn, overload
 
 import tokenizers
 
-from nanoengine.errors import (
-    InvalidPromptError,
-    PromptTooLongError,
-    RequestError,
-    ends_at_the_user,
-)
+from nanoengine.errors import InvalidPromptError, PromptTooLongError, RequestError, ends_at_the_user
 from nanoengine.text.byte_tokens import REPLACEMENT, with_replacements
 from nanoengine.text.chat_template import ChatTemplate
 from nanoengine.text.checked_json import has_file

@@ -11,12 +11,7 @@ from typing import Any, TypeGuard
 import tokenizers
 from tokenizers import AddedToken
 
-from nanoengine.errors import (
-    CorruptModelError,
-    ModelLoadError,
-    ModelNotFoundError,
-    shown,
-)
+from nanoengine.errors import CorruptModelError, ModelLoadError, ModelNotFoundError, shown
 from nanoengine.text.checked_json import MAX_REASON, check_size, has_file, read_json_if_any
 from nanoengine.text.tokenizer_growth import check_normalizers, check_steps
 

@@ -17,14 +17,15 @@ from nanoengine.devices.device import Device
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.offload import TransferRun
 from nanoengine.kv.step_kv import StepKV
-from nanoengine.models.mtp import OwnHead
+from nanoengine.models.mtp import MtpHead
+from nanoengine.startup.largest_step import ScratchKV
 from nanoengine.startup.parts import (
     ComputeParts,
     find_folder,
     load_compute_parts,
     make_engine_device,
 )
-from nanoengine.startup.probe import ScratchKV, measure_copy
+from nanoengine.startup.probe import measure_copy
 from nanoengine.workers.channel import Channel
 from nanoengine.workers.group import Group
 from nanoengine.workers.orders import Order, spec_from_json
@@ -124,12 +125,7 @@ class FollowingRank:
     """Carries out orders."""
 
     def __init__(
-        self,
-        parts: ComputeParts,
-        memory: KVMemory,
-        device: Device,
-        group: Group,
-        channel: Channel,
+        self, parts: ComputeParts, memory: KVMemory, device: Device, group: Group, channel: Channel
     ) -> None:
         self._parts = parts
         self._decoder = parts.model.decoder
@@ -187,7 +183,7 @@ class FollowingRank:
             self._run.finish()
         self._run = None
 
-    def _run_head(self, head: OwnHead | None, order: Order, body: bytes) -> None:
+    def _run_head(self, head: MtpHead | None, order: Order, body: bytes) -> None:
         assert head is not None
         if order == Order.HEAD_LOGITS:
             head.logits(_broadcast(self._parts, json.loads(body), self._device, self._group))

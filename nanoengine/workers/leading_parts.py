@@ -19,7 +19,7 @@ from nanoengine.kv.step_kv import StepKV
 from nanoengine.kv.step_plan import StepPlan, StepTransfers
 from nanoengine.kv.transfers import FailedTransfer
 from nanoengine.models.decoder import Model
-from nanoengine.models.mtp import OwnHead
+from nanoengine.models.mtp import MtpHead
 from nanoengine.workers.group import Group
 from nanoengine.workers.orders import Order
 from nanoengine.workers.step_record import StepRecord, encode
@@ -81,12 +81,12 @@ class LeadingHead:
 
     num_runs = 0
 
-    def __init__(self, head: OwnHead, leader: Leader) -> None:
+    def __init__(self, head: MtpHead, leader: Leader) -> None:
         self._head = head
         self._leader = leader
 
     def __call__(self, ctx: ForwardContext, next_ids: Tensor, given: Tensor) -> Tensor:
-        """As OwnHead."""
+        """As MtpHead."""
 
         def work() -> Tensor:
             return self._head(ctx, next_ids, self._leader.group.broadcast(given))
@@ -95,7 +95,7 @@ class LeadingHead:
         return told.lead(self._leader, Order.HEAD_DRAFT, work)
 
     def after_model(self, ctx: ForwardContext, next_ids: Tensor, x: Tensor) -> Tensor:
-        """As OwnHead, over the step that runs: the others have its context, and x."""
+        """As MtpHead, over the step that runs: the others have its context, and x."""
 
         def work() -> Tensor:
             return self._head.after_model(ctx, self._leader.group.broadcast(next_ids), x)
@@ -103,7 +103,7 @@ class LeadingHead:
         return self._leader.lead(Order.HEAD, json.dumps(len(next_ids)).encode(), work)
 
     def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
-        """As OwnHead, of all tokens."""
+        """As MtpHead, of all tokens."""
         return _logits(self._leader, Order.HEAD_LOGITS, self._head.logits, x)
 
 

@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from nanoengine.config.model import ExpertsConfig, ModelConfig
-from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
-from nanoengine.models.draw import Draws
-from nanoengine.models.experts import ExpertWeights, Map, Router, RouterWeights
-from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product, Tiles
-from nanoengine.models.rules import RecurrentNet
+from nanoengine.context import ReplayKey
+from nanoengine.models.experts import ExpertWeights, Map, Router
+from nanoengine.models.layer_ops import Embed, LayerOps, Norm, Product, Tiles
 from nanoengine.models.shard import Shard
 from nanoengine.models.stored_codes import CodedWeight, Weight
 from nanoengine.workers.group import Group
@@ -38,27 +36,24 @@ class ShardedOps:
         self._group = group
         self._model = model
         self._copied_bytes = 0  # rows of embeddings that the head holds once more
-
-    @property
-    def is_batch_invariant(self) -> bool:
-        return self._ops.is_batch_invariant
-
-    @property
-    def takes_codes(self) -> bool:
-        return self._ops.takes_codes
-
-    @property
-    def packs(self) -> bool:
-        return self._ops.packs
+        self.is_batch_invariant = ops.is_batch_invariant
+        self.takes_codes, self.packs = ops.takes_codes, ops.packs
+        # A rank does these as one process does, with its own part.
+        self.linear, self.gate_up, self.per_head = ops.linear, ops.gate_up, ops.per_head
+        self.embedding, self.router = ops.embedding, ops.router
+        self.copy, self.scale, self.accumulate = ops.copy, ops.scale, ops.accumulate
+        self.after_attention = ops.after_attention
+        self.beside_attention = ops.beside_attention
+        self.layer_norm, self.rms_norm = ops.layer_norm, ops.rms_norm
+        self.gated, self.activated = ops.gated, ops.activated
+        self.rotate, self.rotate_and_store = ops.rotate, ops.rotate_and_store
+        self.sigmoid_mul, self.recurrence = ops.sigmoid_mul, ops.recurrence
+        self.argmax, self.likeliest, self.draw = ops.argmax, ops.likeliest, ops.draw
+        self.forget_steps = ops.forget_steps
 
     @property
     def saved_bytes(self) -> int:
         return self._ops.saved_bytes - self._copied_bytes
-
-    def linear(
-        self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
-    ) -> Product:
-        return self._ops.linear(weight, bias, norm)
 
     def whole(self, weight: Weight) -> Product:
         product, gather = self._ops.whole(weight), self._group.gather
@@ -73,23 +68,6 @@ class ShardedOps:
         inputs = self._shard.widths(weight.shape[1])
         outputs = self._shard.widths(self._model.hidden_size)
         return lambda x: gather(product(gather(x, inputs)), outputs)
-
-    def per_head(self, weights: Tensor) -> Product:
-        """Of this rank's heads."""
-        return self._ops.per_head(weights)
-
-    def gate_up(
-        self,
-        gate: Weight,
-        up: Weight,
-        biases: tuple[Tensor, Tensor] | None,
-        norm: Norm | None,
-        activation: str,
-    ) -> Product:
-        return self._ops.gate_up(gate, up, biases, norm, activation)
-
-    def embedding(self, weight: Weight) -> Embed:
-        return self._ops.embedding(weight)
 
     def head(self, weight: Weight, norm: Norm | None) -> Product:
         """Its result is whole on rank 0, and empty on others."""
@@ -109,10 +87,6 @@ class ShardedOps:
             self._copied_bytes += rows.nbytes
         return self.embedding(weight), self.head(rows, norm)
 
-    def router(self, weights: RouterWeights) -> Product:
-        """Every rank has all of it."""
-        return self._ops.router(weights)
-
     def route(
         self,
         config: ExpertsConfig,
@@ -128,15 +102,6 @@ class ShardedOps:
             return ids, weights
         both = self._group.broadcast(torch.cat((ids.float(), weights), dim=1))  # ids are small
         return both[:, : config.top_k].long(), both[:, config.top_k :]
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        self._ops.copy(target, source)
-
-    def scale(self, x: Tensor, factor: float) -> None:
-        self._ops.scale(x, factor)
-
-    def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
-        return self._ops.accumulate(x, summand, gate)
 
     def experts(
         self,
@@ -157,22 +122,6 @@ class ShardedOps:
         )
         return lambda x: gather_parts(product(x), hidden)
 
-    def after_attention(
-        self, out: Product, mlp: Product, next_qkv: Product | None
-    ) -> AfterAttention:
-        return self._ops.after_attention(out, mlp, next_qkv)
-
-    def beside_attention(
-        self, out: Product, mlp: Product, next_qkv: Product | None
-    ) -> AfterAttention:
-        return self._ops.beside_attention(out, mlp, next_qkv)
-
-    def layer_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return self._ops.layer_norm(x, norm)
-
-    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return self._ops.rms_norm(x, norm)
-
     def rms_norm_of_all(self, x: Tensor, norm: Norm) -> Tensor:
         """Of ranks that share a head, the first gives it to the others."""
         heads = [shard.heads(len(norm.weight) // x.shape[2]) for shard in self._all]
@@ -191,43 +140,9 @@ class ShardedOps:
         mine = self._shard.part(size)
         return whole[:, :, mine.start : mine.stop]
 
-    def gated(self, activation: str) -> Product:
-        return self._ops.gated(activation)
-
-    def activated(self, x: Tensor, activation: Map) -> Tensor:
-        return self._ops.activated(x, activation)
-
-    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._ops.rotate(q, cos, sin)
-
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return self._ops.sigmoid_mul(x, gate)
-
-    def recurrence(
-        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext
-    ) -> Tensor:
-        return self._ops.recurrence(x, net, state, ctx)
-
-    def rotate_and_store(
-        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
-    ) -> Tensor:
-        return self._ops.rotate_and_store(q, k, v, cos, sin, target)
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        return self._ops.argmax(logits)
-
-    def likeliest(self, logprobs: Tensor, count: int) -> Tensor:
-        return self._ops.likeliest(logprobs, count)
-
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        return self._ops.draw(logits, draws)
-
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
         """Where a replay makes the gathers again."""
         return self._ops.replay(key, forward) if self._group.can_replay else forward()
 
     def to_static_buffer(self, x: Tensor) -> Tensor:
         return self._ops.to_static_buffer(x) if self._group.can_replay else x
-
-    def forget_steps(self) -> None:
-        self._ops.forget_steps()

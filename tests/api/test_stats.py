@@ -20,7 +20,7 @@ from nanoengine import LLM, AsyncLLM, EngineClosedError, SamplingParams
 from nanoengine.api import progress
 from nanoengine.api.block_map import RequestBlocks
 from nanoengine.api.stats import EngineStats
-from nanoengine.sequence import RequestMetrics
+from nanoengine.outputs import RequestMetrics
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SETTINGS = {"dtype": "float32", "num_threads": 1, "kvcache_block_size": 8, "device": "cpu"}

@@ -24,8 +24,8 @@ from nanoengine.api.streaming import DeltaStream
 from nanoengine.engine.completion import merge_deltas
 from nanoengine.engine.output_processor import RequestState
 from nanoengine.errors import EngineClosedError, EngineError, TransferError
-from nanoengine.outputs import CompletionOutput
-from nanoengine.sequence import Request, RequestMetrics, Sequence, SequenceOutput
+from nanoengine.outputs import CompletionOutput, RequestMetrics
+from nanoengine.sequence import Request, Sequence, SequenceOutput
 from nanoengine.text.answer_pieces import HeldBack, num_held_back
 from nanoengine.text.detokenizer import IncrementalDetokenizer
 from nanoengine.text.tokenizer import Tokenizer

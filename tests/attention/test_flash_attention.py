@@ -28,21 +28,17 @@ from driver import (
 from torch import Tensor
 
 from nanoengine import SamplingParams
-from nanoengine.attention import flash_attention
+from nanoengine.attention import flash_calls, flash_kernels
 from nanoengine.attention import select as attention
-from nanoengine.attention.flash_attention import (
+from nanoengine.attention.flash_attention import FlashAttention, MergedState, make_flash
+from nanoengine.attention.flash_calls import KernelCall, Lengths, plan_calls, seen_by
+from nanoengine.attention.flash_kernels import (
     FindKernels,
-    FlashAttention,
     FlashAttnKernel,
-    KernelCall,
-    MergedState,
     SdpaKernel,
     VarlenKernel,
     flash_attn_kernels,
-    make_flash,
-    plan_calls,
     sdpa_kernels,
-    seen_by,
     varlen_kernels,
 )
 from nanoengine.attention.select import AttentionSetup, make_attention
@@ -56,7 +52,6 @@ from nanoengine.startup import parts
 BLOCK, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 2, 8
 PLAIN = AttentionConfig(64)
 CPU = torch.device("cpu")
-Lengths = tuple[tuple[int, int], ...]
 
 
 class ReferenceKernel:
@@ -420,13 +415,13 @@ def test_a_nan_is_not_taken_for_no_keys() -> None:
 def test_index_tensors_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """And for every step anew: neither other lengths nor other spans meet an old plan."""
     made: list[int] = []
-    on_device = flash_attention.to_device
+    on_device = flash_calls.to_device
 
     def counting(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         made.append(len(values))
         return on_device(values, dtype, device)
 
-    monkeypatch.setattr(flash_attention, "to_device", counting)
+    monkeypatch.setattr(flash_calls, "to_device", counting)
     kernel = ReferenceKernel()
     backend = flash(kernel)
     for seed, lengths in enumerate([BATCHES["mixed"], BATCHES["mixed"], BATCHES["decode"]]):
@@ -745,14 +740,14 @@ def test_a_limit_that_is_not_kept_is_named(
 
 def test_a_broken_installation_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch)
-    real = flash_attention.import_module
+    real = flash_kernels.import_module
 
     def broken(name: str) -> Any:
         if name == "flash_attn":
             raise ImportError("undefined symbol: _ZN3c104cuda")
         return real(name)
 
-    monkeypatch.setattr(flash_attention, "import_module", broken)
+    monkeypatch.setattr(flash_kernels, "import_module", broken)
     assert "flash-attn: undefined symbol: _ZN3c104cuda" in choose()
 
 
@@ -847,7 +842,7 @@ def test_an_unknown_backend_is_refused(tiny: Callable[[str], Path]) -> None:
 def test_torchs_own_function_takes_what_we_give_it() -> None:
     """The real signature, on tensors without memory; it returns the log-sum-exp by heads."""
     module = pytest.importorskip("torch.nn.attention.varlen")
-    if flash_attention._lacks(module.varlen_attn, ("block_table",)):
+    if flash_kernels._lacks(module.varlen_attn, ("block_table",)):
         pytest.skip("this torch's varlen_attn has no block_table")
     kernel = VarlenKernel(module.varlen_attn, module.AuxRequest(lse=True), "", 1)
     meta = torch.device("meta")

@@ -15,7 +15,8 @@ from paged_batches import Batch, context_of, make_batch, relative_error, split, 
 from torch import Tensor
 
 from nanoengine.attention.cpu_attention import CpuAttention
-from nanoengine.attention.flash_attention import FlashAttention, SdpaKernel
+from nanoengine.attention.flash_attention import FlashAttention
+from nanoengine.attention.flash_kernels import SdpaKernel
 from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import AttentionBackend, KVChunk
 from nanoengine.kernels.cpu_kernels import CpuKernels

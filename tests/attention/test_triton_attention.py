@@ -251,11 +251,11 @@ def test_norms(dtype: torch.dtype) -> None:
 def test_gating(dtype: torch.dtype) -> None:
     both = normal(5, 2 * 300, dtype=dtype) * 4
     out = torch.empty(5, 300, dtype=dtype, device=DEVICE)
-    TritonKernels().silu_mul(both, out)
+    TritonKernels().gate_mul(both, "silu", out)
     torch.testing.assert_close(out, silu_mul(both))
-    TritonKernels().gelu_mul(both, out)
+    TritonKernels().gate_mul(both, "gelu_pytorch_tanh", out)
     torch.testing.assert_close(out, gelu_mul(both))
-    TritonKernels().clamped_swiglu(both, out)
+    TritonKernels().gate_mul(both, "clamped_swiglu", out)
     torch.testing.assert_close(out, clamped_swiglu(both.float()).to(dtype))
 
 

@@ -397,7 +397,7 @@ def test_windowed_layers_never_stream(tiny: Callable[[str], Path], model: str, t
 
 def test_tails() -> None:
     """As far as the device holds them; without a window or a ring, the block that is written."""
-    spec = KVSpec(3, 6, 8, 1, 1, torch.float32, slot_blocks=1, windows=(None, 21, 9))
+    spec = KVSpec(((1, 1),) * 3, 6, 8, torch.float32, slot_blocks=1, windows=(None, 21, 9))
     of_a_layer = spec.block_bytes // 3
     assert (spec.kept_blocks, spec.streamed_bytes) == (4, of_a_layer)
     assert [spec.first_kept(done) for done in (0, 20, 27, 28, 36)] == [0, 0, 0, 1, 2]
@@ -413,8 +413,8 @@ def test_tails() -> None:
 
 def test_a_window_needs_room_for_itself() -> None:
     """21 keys lie in 4 blocks of 8 where they begin with the last key of one."""
-    spec = KVSpec(1, 4, 8, 1, 1, torch.float32, window=21, step_tokens=16)
+    spec = KVSpec(((1, 1),), 4, 8, torch.float32, window=21, step_tokens=16)
     assert spec.holds(1000) and spec.max_held_blocks == 4
-    assert not KVSpec(1, 3, 8, 1, 1, torch.float32, window=21).holds(1000)
-    assert KVSpec(1, 9, 8, 1, 1, torch.float32, window=21, step_tokens=16).max_held_blocks == 6
+    assert not KVSpec(((1, 1),), 3, 8, torch.float32, window=21).holds(1000)
+    assert KVSpec(((1, 1),), 9, 8, torch.float32, window=21, step_tokens=16).max_held_blocks == 6
     assert [spec.first_needed(done) for done in (0, 27, 28, 36)] == [0, 0, 1, 2]

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from driver import host_gib
+from stream_trace import TraceEntry, traced
 
 from nanoengine import SamplingParams
 from nanoengine.devices.copy_streams import Delays, DoneEvent, InlineStream, WorkerStream
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.device import Device
-from nanoengine.devices.stream_check import CheckedDevice, Key, RaceError, TraceEntry
+from nanoengine.devices.stream_check import CheckedDevice, Key, RaceError
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
@@ -220,19 +221,12 @@ def _some_work(d: CheckedDevice) -> None:
     d.d2h.wait(d.d2h.record())
 
 
-def test_the_trace_is_off_until_asked_for(device: CheckedDevice) -> None:
-    _some_work(device)
-    assert device.stop_trace() == () and device.trace.num_left_out == 0
-
-
 def test_the_trace_holds_what_was_queued_in_order(device: CheckedDevice) -> None:
     _some_work(device)  # events are counted from the beginning, traced or not
-    device.start_trace()
+    with traced(device) as trace:
+        _some_work(device)
     _some_work(device)
-    trace = device.stop_trace()
-    _some_work(device)
-    assert device.stop_trace() == trace
-    assert trace == (
+    assert trace.entries == [
         TraceEntry("h2d", "access", reads=(HOST,), writes=(SLOT,)),
         TraceEntry("h2d", "copy"),
         TraceEntry("h2d", "record", event=2),
@@ -244,17 +238,15 @@ def test_the_trace_holds_what_was_queued_in_order(device: CheckedDevice) -> None
         TraceEntry("h2d", "wait", other="compute", event=2),
         TraceEntry("d2h", "record", event=4),
         TraceEntry("d2h", "wait", other="d2h", event=4),
-    )
+    ]
     assert device.h2d.counts == {"copies": 3, "events": 3, "waits": 3}
 
 
 def test_a_trace_is_bounded_and_says_so(device: CheckedDevice) -> None:
-    device.start_trace(room=4)
-    _some_work(device)
-    assert len(device.stop_trace()) == 4 and device.trace.num_left_out == 7
-    device.start_trace()
-    _some_work(device)
-    assert len(device.stop_trace()) == 11 and device.trace.num_left_out == 0
+    for room, left_out in ((4, 7), (11, 0)):
+        with traced(device, room) as trace:
+            _some_work(device)
+        assert len(trace.entries) == room and trace.num_left_out == left_out
 
 
 def unordered(trace: Sequence[TraceEntry]) -> set[tuple[Key, str, str]]:
@@ -287,7 +279,7 @@ def test_a_copy_on_the_device_waits_for_the_store_that_reads_its_target(
     device: CheckedDevice,
 ) -> None:
     """A step that fails gives slots back while its stores still read them."""
-    memory = KVMemory(KVSpec(2, 4, 8, 1, 16, torch.float32, 4, 2, 1), device)
+    memory = KVMemory(KVSpec(((1, 16),) * 2, 4, 8, torch.float32, 4, 2, 1), device)
     assert memory.offload is not None
     run = memory.start(StepTransfers(stores=(Store(0, 0, 0, 8),)))
     memory.copy_block(source=1, target=0, num_tokens=5)
@@ -315,16 +307,17 @@ def test_a_streamed_run_is_ordered_by_its_trace_alone(tiny: Callable[[str], Path
     )
     device = engine.device
     assert isinstance(device, CheckedDevice)
-    device.start_trace()
-    engine.add_request(list(range(50)), SamplingParams(temperature=0, max_tokens=3))
-    while engine.has_unfinished_requests:
-        engine.step()
-    trace = device.stop_trace()
+    with traced(device) as trace:
+        engine.add_request(list(range(50)), SamplingParams(temperature=0, max_tokens=3))
+        while engine.has_unfinished_requests:
+            engine.step()
     engine.close()
-    assert device.trace.num_left_out == 0 and len(trace) > 200
-    assert unordered(trace) == set()
+    assert trace.num_left_out == 0 and len(trace.entries) > 200
+    assert unordered(trace.entries) == set()
     for waiting, other in (("compute", "h2d"), ("h2d", "compute"), ("d2h", "compute")):
-        struck = [e for e in trace if (e.stream, e.operation, e.other) != (waiting, "wait", other)]
+        struck = [
+            e for e in trace.entries if (e.stream, e.operation, e.other) != (waiting, "wait", other)
+        ]
         races = unordered(struck)
         assert any({waiting, other} == {a, b} for _, a, b in races), (waiting, other)
 

@@ -29,11 +29,10 @@ from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.speculative import Guesses, guesses_for
 from nanoengine.kv.open_step import OpenStep
 from nanoengine.models.torch_ops import TorchOps
-from nanoengine.outputs import RequestOutput
+from nanoengine.outputs import RequestMetrics, RequestOutput
 from nanoengine.sequence import (
     Grammar,
     Request,
-    RequestMetrics,
     ScheduledBatch,
     ScheduledSequence,
     Sequence,

@@ -23,12 +23,11 @@ from torch import Tensor
 from nanoengine import PromptTooLongError, SamplingParams
 from nanoengine.context import ForwardContext, KVChunk
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.outputs import RequestOutput
+from nanoengine.outputs import RequestMetrics, RequestOutput
 from nanoengine.sampling_params import SamplingParams as Params
 from nanoengine.sequence import (
     Admission,
     Request,
-    RequestMetrics,
     ScheduledBatch,
     ScheduledSequence,
     SequenceStatus,

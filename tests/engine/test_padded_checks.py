@@ -22,7 +22,7 @@ from torch.nn import functional
 from nanoengine import SamplingParams
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.kernels.fused_ops import CpuOps
+from nanoengine.kernels.cpu_ops import CpuOps
 from nanoengine.startup import parts, probe
 
 MOST, BLOCK, NUM_TOKENS = 5, 8, 12

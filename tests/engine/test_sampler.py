@@ -14,8 +14,9 @@ from nanoengine.engine.sampler import Sampler, SamplingOps, draw_key
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.models.draw import exponentials
 from nanoengine.models.torch_ops import TorchOps
+from nanoengine.outputs import RequestMetrics
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import NO_TOKEN, Request, RequestMetrics, Sequence, TokenHistory
+from nanoengine.sequence import NO_TOKEN, Request, Sequence, TokenHistory
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
 DRAWS = 20_000

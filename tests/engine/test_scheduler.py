@@ -9,8 +9,9 @@ import pytest
 
 from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.scheduler import Scheduler
+from nanoengine.outputs import RequestMetrics
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import Admission, Request, RequestMetrics, ScheduledBatch, Sequence
+from nanoengine.sequence import Admission, Request, ScheduledBatch, Sequence
 
 
 class CountingKV:

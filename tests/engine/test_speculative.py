@@ -27,7 +27,8 @@ from nanoengine.engine.speculative import (
     guesses_for,
 )
 from nanoengine.errors import ConfigError
-from nanoengine.sequence import Request, RequestMetrics, ScheduledBatch, Sequence, SequenceStatus
+from nanoengine.outputs import RequestMetrics
+from nanoengine.sequence import Request, ScheduledBatch, Sequence, SequenceStatus
 
 BLOCK = 8
 OFFLOAD = STREAMED | {"debug_kv": True}

@@ -66,8 +66,8 @@ def fused(shape: tuple[torch.dtype, int, int, int]) -> Callable[[], None]:
         for v_slots in (slots, None):
             target = KVTarget(made(512, kv_heads, head_dim), slots, v_slots)
             kernels.rope_store(q, k, k, angles, angles, target)
-        for gated in (kernels.silu_mul, kernels.gelu_mul, kernels.clamped_swiglu):
-            gated(made(tokens, 2 * hidden), made(tokens, hidden))
+        for activation in ("silu", "gelu_pytorch_tanh", "clamped_swiglu"):
+            kernels.gate_mul(made(tokens, 2 * hidden), activation, made(tokens, hidden))
 
     return calls
 

@@ -39,14 +39,9 @@ from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.open_step import OpenStep
 from nanoengine.kv.step_kv import StepKV
 from nanoengine.kv.step_plan import StepPlan
+from nanoengine.outputs import RequestMetrics
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import (
-    Request,
-    RequestMetrics,
-    ScheduledBatch,
-    ScheduledSequence,
-    SequenceStatus,
-)
+from nanoengine.sequence import Request, ScheduledBatch, ScheduledSequence, SequenceStatus
 from nanoengine.sequence import Sequence as EngineSequence
 from nanoengine.workers.step_record import StepRecord, decode, encode
 
@@ -224,11 +219,9 @@ class ShadowEngine:
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "decode_reserve_blocks": 0}
         self.config = EngineConfig("shadow", **(defaults | self.settings))
         spec = KVSpec(
-            NUM_LAYERS,
+            ((1, 2),) * NUM_LAYERS,
             self.device_blocks,
             self.block_size,
-            1,
-            2,
             torch.float32,
             self.host_blocks,
             self.ring_slots,

@@ -90,7 +90,7 @@ class SecondRank:
 
 
 def head_of(run: Callable[[ForwardContext], Tensor]) -> Any:
-    """An OwnHead that runs, and looks at no token."""
+    """An MtpHead that runs, and looks at no token."""
 
     class Head:
         def __call__(self, ctx: ForwardContext, next_ids: Tensor, given: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ BASE = {
     "errors": set(),
     "config": {"errors", "text"},
     "sampling_params": {"errors", "text"},
-    "sequence": {"errors", "sampling_params"},
+    "sequence": {"errors", "sampling_params", "outputs"},
     "context": set(),
-    "outputs": {"errors", "sequence"},
+    "outputs": {"errors"},
 }
 # What else the files of a folder may import: other folders. Maths (models, kernels, attention) and
 # memory (kv) meet in context.py alone.
@@ -62,7 +62,7 @@ MAX_CLASS_LINES = 350
 # The tour: who reads these five files in this order has seen the engine.
 TOUR = ("engine/llm_engine", "engine/scheduler", "engine/model_runner", "kv/kv_cache", "kv/offload")
 MAX_TOUR_LINES, MAX_TOUR_FILE_LINES, MAX_ENGINE_CLASS_LINES = 1450, 350, 160
-MAX_CORE_LINES = 6571  # of engine/ and kv/ together
+MAX_CORE_LINES = 6552  # of engine/ and kv/ together
 CODE_RUNNING_FORMATS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "joblib"}
 
 Rule = Callable[[str, ast.Module], Iterator[str]]
@@ -405,7 +405,7 @@ def test_a_lawful_package_has_no_violations(tmp_path: Path) -> None:
         tmp_path,
         errors="class EngineError(Exception): ...\n",
         config="from nanoengine.errors import EngineError\n",
-        outputs="from nanoengine import sequence\n",
+        sequence="from nanoengine import outputs\n",
         attention__select="from nanoengine.kernels import cpu_kernels\nimport torch\n",
         kv__kv_cache="import nanoengine.kv.offload\nfrom nanoengine import context\n",
         loading__loader="f(trust_remote_code=False)\n",

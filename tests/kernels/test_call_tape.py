@@ -229,7 +229,7 @@ def test_neighbouring_calls_of_c_are_one_until_one_fails(tmp_path: Path) -> None
 def test_a_step_is_still_only_once_stores_before_it_are_done() -> None:
     """Of what it reads and writes; other slots may be on their way."""
     device = HeldDevice()
-    spec = KVSpec(2, 4, 4, 1, 3, torch.float32, 6, 2, 2)
+    spec = KVSpec(((1, 3),) * 2, 4, 4, torch.float32, 6, 2, 2)
     engine = OffloadEngine(device, torch.zeros(2, 4, 2, 4, 1, 3), spec)
     TransferRun(engine, StepTransfers(stores=(Store(0, 5, 0, 4),))).finish()
     assert not engine.are_stored((0,), [])
@@ -250,7 +250,7 @@ def test_a_step_is_still_only_once_stores_before_it_are_done() -> None:
 )
 def test_a_step_that_moves_kv_is_not_replayed(moved: dict[str, Any]) -> None:
     device = CpuDevice(1)
-    memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32, 6, 2, 2), device)
+    memory = KVMemory(KVSpec(((1, 3),) * 2, 4, 4, torch.float32, 6, 2, 2), device)
     plain = StepPlan(1, 0, (SlotWrite(0, 1, 0, 1),), (1,), ())
     assert StepKV.open(plain, memory).replay_key() is not None
     moving = replace(plain, transfers=StepTransfers(**moved))
@@ -264,7 +264,7 @@ def test_a_checking_device_is_told_of_every_access() -> None:
         1, 0, (SlotWrite(0, 1, 0, 1),), (1,), (Part(DEVICE, (SequenceSpan(0, 0, (1,)),)),)
     )
     for device, is_replayed in ((CpuDevice(1), True), (CheckedDevice(CpuDevice(1)), False)):
-        memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32), device)
+        memory = KVMemory(KVSpec(((1, 3),) * 2, 4, 4, torch.float32), device)
         step = StepKV.open(plan, memory)
         assert (step.replay_key() is not None) == is_replayed
         memory.close()
@@ -274,7 +274,7 @@ def test_a_checking_device_is_told_of_every_access() -> None:
 def test_a_core_is_left_to_copies_while_a_decode_step_streams(
     two_threads: None, is_decode: bool, fills: tuple[tuple[int, ...], ...]
 ) -> None:
-    spec = KVSpec(1, 4, 4, 1, 3, torch.float32, 6, 2, 2)
+    spec = KVSpec(((1, 3),), 4, 4, torch.float32, 6, 2, 2)
     device = CpuDevice(2, copy_workers=True)
     engine = OffloadEngine(device, torch.zeros(1, 4, 2, 4, 1, 3), spec)
     run = TransferRun(engine, StepTransfers(fills=fills, is_decode=is_decode))

@@ -180,7 +180,7 @@ def packed_expert(
 
     def gated(gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        kernels.silu_mul(gate_up, out)
+        kernels.gate_mul(gate_up, "silu", out)
         return out
 
     return PackedApart(both, gated, "silu"), made

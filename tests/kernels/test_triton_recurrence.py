@@ -26,7 +26,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from nanoengine.config.model import RecurrentConfig
 from nanoengine.context import ForwardContext, RecurrentState
-from nanoengine.kernels.fused_ops import GpuOps
+from nanoengine.kernels.gpu_ops import GpuOps
 from nanoengine.kernels.triton_codes import TritonCodes
 from nanoengine.kernels.triton_kernels import TritonKernels
 from nanoengine.kernels.triton_recurrence import blocks_of

@@ -10,14 +10,9 @@ from nanoengine.devices.cpu import CpuDevice
 from nanoengine.kv.block_heat import WEIGHT, BlockHeat
 from nanoengine.kv.block_manager import Block
 from nanoengine.kv.block_table import BlockTable
+from nanoengine.outputs import RequestMetrics
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import (
-    Request,
-    RequestMetrics,
-    ScheduledBatch,
-    ScheduledSequence,
-    Sequence,
-)
+from nanoengine.sequence import Request, ScheduledBatch, ScheduledSequence, Sequence
 
 DRAFTS = Adversary(0, 3)
 

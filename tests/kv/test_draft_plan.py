@@ -144,7 +144,7 @@ def test_a_draft_writes_to_no_shared_block(device_blocks: int) -> None:
 def test_a_draft_is_not_replayed_over_a_store_under_way() -> None:
     """Its tape would not wait: the store may still read the slot that the draft writes."""
     device = HeldDevice()
-    memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32, 6, 2, 2), device)
+    memory = KVMemory(KVSpec(((1, 3),) * 2, 4, 4, torch.float32, 6, 2, 2), device)
     assert memory.offload is not None
     memory.start(StepTransfers(stores=(Store(1, 5, 0, 2),))).finish()
     draft = DraftReads(0, start=6, num_drafts=2, kept=(0,), tail=(1,))

@@ -177,7 +177,7 @@ def test_a_token_of_an_8b_model_takes_an_eighth_more_than_12_bits_at_most() -> N
 
 
 def test_ranks_are_told_which_codec() -> None:
-    spec = KVSpec(2, 4, 4, 3, 8, torch.bfloat16, 6, 2, 2, host_codec=Bf12Codec())
+    spec = KVSpec(((3, 8),) * 2, 4, 4, torch.bfloat16, 6, 2, 2, host_codec=Bf12Codec())
     assert spec_from_json(json.loads(json.dumps(spec_to_json(spec)))) == spec
     exact = replace(spec, host_codec=None)
     assert spec_from_json(json.loads(json.dumps(spec_to_json(exact)))) == exact
@@ -186,7 +186,7 @@ def test_ranks_are_told_which_codec() -> None:
 def test_a_round_trip_through_the_host() -> None:
     """Whole blocks and a part of one; what was not stored is NaN."""
     device = CheckedDevice(CpuDevice(1, copy_workers=True, max_delay_s=0.001))
-    spec = KVSpec(2, 4, 4, 3, 8, torch.bfloat16, 6, 2, 2, host_codec=Bf12Codec())
+    spec = KVSpec(((3, 8),) * 2, 4, 4, torch.bfloat16, 6, 2, 2, host_codec=Bf12Codec())
     memory = KVMemory(spec, device, debug=True)
     pool, engine = memory.pool, memory.offload
     assert engine is not None

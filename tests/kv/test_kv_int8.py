@@ -125,7 +125,7 @@ def test_what_is_not_finite_comes_back_as_nan() -> None:
 def test_a_round_trip_through_the_host(dtype: torch.dtype) -> None:
     """Whole and partial stores, a load and fills; what was not stored is NaN, bytes are int8's."""
     device = CheckedDevice(CpuDevice(1, copy_workers=True, max_delay_s=0.001))
-    spec = KVSpec(2, 4, 4, 3, 8, dtype, 6, 2, 2, host_codec=Int8Codec())
+    spec = KVSpec(((3, 8),) * 2, 4, 4, dtype, 6, 2, 2, host_codec=Int8Codec())
     memory = KVMemory(spec, device, debug=True)
     pool, engine = memory.pool, memory.offload
     assert engine is not None

@@ -10,6 +10,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -411,7 +412,7 @@ def test_partial_tails_leave_the_device_and_come_back(tiny: Tiny) -> None:
 def test_bytes_survive_a_round_trip(settings: dict[str, Any]) -> None:
     """Out to the host, poisoned on the device, back in through a load and through the ring."""
     device = CheckedDevice(CpuDevice(2, copy_workers=True))
-    spec = KVSpec(2, 4, 4, 1, 3, torch.float32, 6, 2, 2, **settings)
+    spec = replace(KVSpec(((1, 3),) * 2, 4, 4, torch.float32, 6, 2, 2), **settings)
     memory = KVMemory(spec, device, debug=True)
     pool, engine = memory.pool, memory.offload
     assert engine is not None
@@ -440,7 +441,7 @@ def test_bytes_survive_a_round_trip(settings: dict[str, Any]) -> None:
             assert ring[len(slots) :].isnan().all()
             run.drained(layer, index)
     assert run.finish()
-    token_bytes = sum(spec.parts * heads * dim * 4 for heads, dim in spec.layer_heads)
+    token_bytes = sum(spec.parts * heads * dim * 4 for heads, dim in spec.heads)
     assert spec.block_bytes == 4 * token_bytes
     assert engine.counters.d2h_bytes == (4 + 4 + 3) * token_bytes
     assert engine.counters.h2d_bytes == 3 * token_bytes + 3 * sum(spec.read_bytes)
@@ -451,7 +452,7 @@ def test_reads_of_the_host_wait_for_the_store_that_wrote_it() -> None:
     """Loads, fills and reads in place, each right after a store of which nobody else waited."""
     device = CheckedDevice(CpuDevice(2, copy_workers=True, max_delay_s=0.002))
     pool = torch.empty(2, 4, 2, 4, 1, 3)
-    spec = KVSpec(2, 4, 4, 1, 3, torch.float32, 3, 2, 1)
+    spec = KVSpec(((1, 3),) * 2, 4, 4, torch.float32, 3, 2, 1)
     engine = OffloadEngine(device, pool, spec, debug=True)
     content = torch.randn(pool.shape)
     pool.copy_(content)

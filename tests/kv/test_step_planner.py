@@ -14,17 +14,12 @@ from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.state_slots import StateSlots
 from nanoengine.kv.step_plan import DEVICE, HOST, Location, StepPlan
 from nanoengine.kv.step_planner import StepPlanner
+from nanoengine.outputs import RequestMetrics
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import (
-    Request,
-    RequestMetrics,
-    ScheduledBatch,
-    ScheduledSequence,
-    Sequence,
-)
+from nanoengine.sequence import Request, ScheduledBatch, ScheduledSequence, Sequence
 
 SIZE = 2  # tokens of a block, 64 bytes of a layer
-SPEC = KVSpec(3, 2, SIZE, 1, 4, torch.float32, 9, 2, 4, least_run_bytes=65)
+SPEC = KVSpec(((1, 4),) * 3, 2, SIZE, torch.float32, 9, 2, 4, least_run_bytes=65)
 
 
 def plan_of(

@@ -36,7 +36,7 @@ from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError
 from nanoengine.kernels import c_build, cpu_linear
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.kernels.fused_ops import PackedOps
+from nanoengine.kernels.cpu_ops import PackedOps
 from nanoengine.kernels.packed_product import PackedAfterAttention
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.find_model import resolve_model

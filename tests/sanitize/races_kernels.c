@@ -109,7 +109,7 @@ static void check_rows(int is_bf16) {
         norm.weight = wide_weight, norm.out = widely[i], norm.is_weight_bf16 = 0;
         rms_norm(&norm);
         add(widely[i], x, cos, TOKENS, wide, is_bf16, threads);
-        silu_mul(x, gated[i], TOKENS, half * ALL, wide, is_bf16, threads);
+        gate_mul(x, gated[i], TOKENS, half * ALL, wide, SILU, is_bf16, threads);
         argmax(x, highest[i], TOKENS, wide, wide, is_bf16, threads);
         likeliest(&(likeliest_args){cos, places[i], scratch, TOKENS, half, half, 9, threads});
         draw(&(draw_args){x, rules[0], drawn[i], scratch, TOKENS, wide, wide, is_bf16, threads});
@@ -121,7 +121,7 @@ static void check_rows(int is_bf16) {
     }
     expect_same("rms_norm", normed[0], normed[1], TOKENS * wide * size);
     expect_same("rms_norm with a weight in float32, and add", widely[0], widely[1], TOKENS * wide * size);
-    expect_same("silu_mul", gated[0], gated[1], TOKENS * half * ALL * size);
+    expect_same("gate_mul", gated[0], gated[1], TOKENS * half * ALL * size);
     expect_same("argmax", highest[0], highest[1], sizeof highest[0]);
     expect_same("likeliest", places[0], places[1], sizeof places[0]);
     expect_same("draw", drawn[0], drawn[1], sizeof drawn[0]);

@@ -14,8 +14,7 @@ from live_server import LiveServer, live_server, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanoengine.api.stats import EngineStats, TierUse
-from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
-from nanoengine.sequence import RequestMetrics
+from nanoengine.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamDelta
 from nanoengine.serving import report
 from nanoengine.serving.metrics import Metrics
 from nanoengine.serving.openai_keys import COMPLETIONS

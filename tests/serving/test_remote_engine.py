@@ -25,8 +25,7 @@ from nanoengine import errors as our_errors
 from nanoengine.api.block_map import BlockMap, RequestBlocks
 from nanoengine.api.stats import EngineStats, TierUse
 from nanoengine.errors import EngineClosedError, EngineError, InvalidPromptError, TransferError
-from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
-from nanoengine.sequence import RequestMetrics
+from nanoengine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamDelta
 from nanoengine.serving.engine_messages import (
     deltas_of,
     error_of,

@@ -35,7 +35,7 @@ from nanoengine.workers.step_record import StepRecord, decode, encode
 def test_a_rank_replays_if_rank_0_does(may_replay: bool) -> None:
     """It waits for its own stores, which may be later, and does not look at them otherwise."""
     device = HeldDevice()
-    memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32, 6), device)
+    memory = KVMemory(KVSpec(((1, 3),) * 2, 4, 4, torch.float32, 6), device)
     found: list[tuple[bool, bool]] = []
 
     def forward(ctx: ForwardContext) -> Tensor:
@@ -70,7 +70,7 @@ def test_a_rank_replays_if_rank_0_does(may_replay: bool) -> None:
 def test_a_step_that_reports_its_mass_is_replayed_by_nobody(reports: bool) -> None:
     """Rank 0 runs it as it is, so the others must: on GPUs all replay the same."""
     device = CpuDevice(1)
-    memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32), device)
+    memory = KVMemory(KVSpec(((1, 3),) * 2, 4, 4, torch.float32), device)
     plan = StepPlan(
         1, 0, (SlotWrite(0, 1, 0, 1),), (1,), (Part(DEVICE, (SequenceSpan(0, 0, (1,)),)),)
     )

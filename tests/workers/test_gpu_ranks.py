@@ -34,7 +34,7 @@ from nanoengine.engine import llm_engine
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kernels.cuda_graph import CudaGraphs
-from nanoengine.kernels.fused_ops import GpuOps
+from nanoengine.kernels.gpu_ops import GpuOps
 from nanoengine.kernels.triton_codes import TritonCodes
 from nanoengine.models.decoder import Decoder
 from nanoengine.models.experts import RouterWeights

@@ -1,0 +1,330 @@
+/* Attention of few queries, a segment at a time: lanes along keys, then along head_dim. */
+#ifndef NANOENGINE_CPU_DECODE_H
+#define NANOENGINE_CPU_DECODE_H
+#include "cpu_attention.h"
+
+/* Into L2, line after line, one stream at a time: heads are read in strides, which the hardware
+ * prefetcher does not follow (9 GB/s per core without this, 16 with it; a plain read loop has 21). */
+INLINE void prefetch(const char *p, int64_t bytes) {
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(p + b, 0, 2);
+}
+
+typedef struct { const char *at; int64_t lines, share; } soon_t; /* what is read next, and its shares */
+
+/* A share of it into L2. Small and often: the core waits for a burst, and memory for the core after it. */
+INLINE void bring_some(soon_t *soon) {
+    const int64_t lines = min64(soon->share, soon->lines);
+    soon->lines -= lines;
+    for (const char *end = soon->at + 64 * lines; soon->at < end; soon->at += 64)
+        __builtin_prefetch(soon->at, 0, 2);
+}
+
+/* LANES rows of `words` elements into columns of a [word][width] array; room for a multiple of LANES. */
+INLINE void rows_to_lanes(const char *const *rows, int64_t words, float *out, int64_t width,
+                          const int mode) {
+    for (int64_t d = 0; d < words; d += LANES) {
+        vf x[LANES];
+        UNROLL for (int i = 0; i < LANES; i++)
+            x[i] = load_f32(rows[i] + (mode == F32 ? 4 : 2) * d, min64(words - d, LANES), mode);
+        transpose(x);
+        UNROLL for (int i = 0; i < LANES; i++) store(out + (d + i) * width, x[i]);
+    }
+}
+
+/* n keys of a head, of `words` elements, as [word][TILE keys]. */
+INLINE void transpose_keys(const char *k, int64_t k_stride, int n, int64_t words, soon_t *soon,
+                           float *out, const int mode) {
+    for (int c = 0; c < n; c += LANES, k += LANES * k_stride) {
+        const char *rows[LANES];
+        int64_t d = 0;
+        if (mode == F32 && c + LANES <= n)
+            for (; d + LANES <= words; d += LANES, bring_some(soon))
+                transpose_words(k + 4 * d, k_stride, out + d * TILE + c, TILE);
+        if (d == words) continue;
+        const int64_t skipped = d * (mode == F32 ? 4 : 2);
+        for (int i = 0; i < LANES; i++) rows[i] = k + min64(i, n - 1 - c) * k_stride + skipped;
+        rows_to_lanes(rows, words - d, out + d * TILE + c, TILE, mode);
+    }
+}
+
+/* One step of a sum over words: floats, or pairs of bf16. */
+INLINE vf add_product(vf sum, vf a, vf b, const int mode) {
+    return mode == BF16_PAIRS ? dot_pairs(sum, a, b) : fused(a, b, sum);
+}
+
+/* scores[row][key] of `rows` rows and `vecs` vectors of keys. BF16_WIDE: a word of a key is two bf16, of
+ * a query two floats. */
+INLINE void key_scores(const float *keys, const char *q, int64_t q_bytes, int64_t words, float *scores,
+                       soon_t *soon, const int rows, const int vecs, const int mode) {
+    vf s[ROWS][SVECS] = {0};
+    for (int64_t w = 0; w < words; w++) {
+        if (w % LANES == 0) bring_some(soon);
+        const float *at = (const float *)q + (mode == BF16_WIDE ? 2 * w : w);
+        UNROLL for (int j = 0; j < vecs; j++) {
+            const vf x = load(keys + w * TILE + j * LANES);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const float *y = (const float *)((const char *)at + r * q_bytes);
+                if (mode == BF16_WIDE) {
+                    s[r][j] = fused((vf)((vu)x << 16), splat(y[0]), s[r][j]);
+                    s[r][j] = fused((vf)((vu)x & 0xffff0000u), splat(y[1]), s[r][j]);
+                } else {
+                    s[r][j] = add_product(s[r][j], x, splat(y[0]), mode);
+                }
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int j = 0; j < vecs; j++) store(scores + r * TILE + j * LANES, s[r][j]);
+}
+
+INLINE void key_scores_rows(const float *keys, const char *q, int64_t q_bytes, int64_t words,
+                            float *scores, int n, soon_t *soon, const int rows, const int mode) {
+    int left = ceil_div(n, LANES);
+    for (; left >= SVECS; left -= SVECS, keys += SVECS * LANES, scores += SVECS * LANES)
+        key_scores(keys, q, q_bytes, words, scores, soon, rows, SVECS, mode);
+    for (; left >= 2; left -= 2, keys += 2 * LANES, scores += 2 * LANES)
+        key_scores(keys, q, q_bytes, words, scores, soon, rows, 2, mode);
+    if (left) key_scores(keys, q, q_bytes, words, scores, soon, rows, 1, mode);
+}
+
+/* How many of `rows` are multiplied at once; the last two times about as many. */
+INLINE int64_t rows_at_once(int64_t rows) {
+    return rows <= ROWS ? rows : rows < 2 * ROWS ? (rows + 1) / 2 : ROWS;
+}
+/* `call` with r = `rows`, of 1 to ROWS, as a constant. */
+#define WITH_ROWS(rows, call)                                                                       \
+    UNROLL for (int r = 1; r <= ROWS; r++)                                                          \
+        if (r == rows) call;
+
+/* Scores of n keys for the `rows` rows of a head. A sum runs over the words of head_dim in order, as in
+ * prefill: so the keys are turned, and lanes run along them. */
+#define DECODE_SCORES(name, mode)                                                                   \
+    static void name(const float *keys, const char *q, int64_t q_bytes, int64_t words,              \
+                     float *scores, int n, soon_t *soon, int64_t rows) {                            \
+        for (int64_t some; rows > 0; rows -= some, q += some * q_bytes, scores += some * TILE) {    \
+            some = rows_at_once(rows);                                                              \
+            WITH_ROWS(some, key_scores_rows(keys, q, q_bytes, words, scores, n, soon, r, mode))     \
+        }                                                                                           \
+    }
+DECODE_SCORES(scores_in_floats, F32)
+DECODE_SCORES(scores_in_pairs, BF16_PAIRS)
+DECODE_SCORES(scores_of_pairs, BF16_WIDE)
+
+static void decode_scores(const char *k, int64_t k_stride, int n, const char *q, int64_t q_bytes,
+                          int64_t rows, soon_t *soon, float *keys, float *scores, int64_t dim, int mode) {
+    if (mode != F32 && dim % 2 == 0) { /* two bf16 are a word */
+        transpose_keys(k, k_stride, n, dim / 2, soon, keys, F32);
+        (mode == BF16_PAIRS ? scores_in_pairs : scores_of_pairs)(keys, q, q_bytes, dim / 2, scores, n,
+                                                                 soon, rows);
+        return;
+    }
+    if (mode == F32) transpose_keys(k, k_stride, n, dim, soon, keys, F32);
+    else transpose_keys(k, k_stride, n, dim, soon, keys, BF16_WIDE);
+    scores_in_floats(keys, q, q_bytes, dim, scores, n, soon, rows);
+}
+
+/* p of a score, against a maximum. */
+INLINE vf weight(vf score, float scale, vf base, const int mode) {
+    return exp2_for(fused(score, splat(scale * LOG2E), -base), mode);
+}
+
+typedef struct { float top[LANES], sum[LANES]; } states_t; /* of so many rows; at first -inf and 0 */
+
+static const states_t NO_KEYS = {.top = {[0 ... LANES - 1] = -INFINITY}};
+
+/* Softmax of `rows` rows, LANES at most, over a tile, against their carried maxima; p replaces the scores,
+ * [row][TILE]. visible: keys that each sees. alpha: factors for what was accumulated before. */
+INLINE void softmax_rows(float *scores, int64_t rows, int n, const int *visible, float scale,
+                         states_t *states, float *alpha, const int mode) {
+    const int vecs = ceil_div(n, LANES);
+    vf x[LANES];
+    float bases[LANES];
+    for (int r = 0; r < LANES; r++) {
+        x[r] = splat(-INFINITY);
+        for (int c = 0; c < vecs && r < rows; c++) {
+            float *at = scores + r * TILE + c * LANES;
+            if (visible[r] < (c + 1) * LANES)
+                store(at, pick(IOTA + c * LANES < visible[r], load(at), splat(-INFINITY)));
+            x[r] = vmax(x[r], load(at));
+        }
+    }
+    const vf old = load(states->top), new = vmax(old, (max_of_each(x) + 0.0f) * scale);
+    const vf base = base_of(new), lowest = splat(-INFINITY);
+    const vf factor = pick(old == lowest, splat(0), exp2v(base_of(old) - base));
+    store(bases, base);
+    for (int r = 0; r < LANES; r++) {
+        x[r] = splat(0);
+        for (int c = 0; c < vecs && r < rows; c++) {
+            float *at = scores + r * TILE;
+            const vf p = weight(load(at + c * LANES), scale, splat(bases[r]), mode);
+            x[r] += p;
+            if (mode == BF16_PAIRS) store_n((uint16_t *)at + c * LANES, p, LANES, mode);
+            else store(at + c * LANES, p);
+        }
+    }
+    store(states->top, new), store(alpha, factor);
+    store(states->sum, fused(load(states->sum), factor, sum_of_each(x)));
+}
+
+static void decode_softmax(float *scores, int64_t rows, int n, const int *visible, float scale,
+                           states_t *states, float *alpha, int mode) {
+    if (mode == F32) softmax_rows(scores, rows, n, visible, scale, states, alpha, F32);
+    else if (mode == BF16_WIDE) softmax_rows(scores, rows, n, visible, scale, states, alpha, BF16_WIDE);
+    else softmax_rows(scores, rows, n, visible, scale, states, alpha, BF16_PAIRS);
+}
+
+/* acc[r][d..] = acc * alpha + p V for `rows` rows and `vecs` vectors of head_dim (in pairs: of twice
+ * LANES); alpha NULL: there is no acc yet. `left` is how many elements remain from d on. */
+INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *probs, float **acc,
+                          const float *alpha, const char *soon, int64_t d, int64_t left,
+                          const int rows, const int vecs, int mode) {
+    enum { MAX = 4 };
+    vf a[ROWS][2 * MAX];
+    const int outs = mode == BF16_PAIRS ? 2 * vecs : vecs;
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int j = 0; j < outs; j++)
+            a[r][j] = alpha ? load(acc[r] + d + j * LANES) * alpha[r] : splat(0);
+    if (mode == BF16_PAIRS) {
+        for (int i = 0; i < n; i += 2) {
+            if (soon) prefetch(soon + i * 64 * vecs, 128 * vecs);
+            const char *v0 = v + i * v_stride + 2 * d, *v1 = i + 1 < n ? v0 + v_stride : v0;
+            UNROLL for (int j = 0; j < vecs; j++) {
+                vf x = load_bf16(v0 + 64 * j, left - 32 * j), y = load_bf16(v1 + 64 * j, left - 32 * j);
+                vf lo = interleave(x, y, 0), hi = interleave(x, y, 1);
+                UNROLL for (int r = 0; r < rows; r++) {
+                    vf p = splat(probs[r * TILE + i / 2]);
+                    a[r][2 * j] = dot_pairs(a[r][2 * j], lo, p);
+                    a[r][2 * j + 1] = dot_pairs(a[r][2 * j + 1], hi, p);
+                }
+            }
+        }
+    } else {
+        const int size = mode == F32 ? 4 : 2;
+        for (int i = 0; i < n; i++) {
+            UNROLL for (int j = 0; j < vecs; j++) {
+                if (soon) prefetch(soon + (i * vecs + j) * LANES * size, LANES * size);
+                vf x = load_f32(v + i * v_stride + size * (d + j * LANES), left - j * LANES, mode);
+                UNROLL for (int r = 0; r < rows; r++)
+                    a[r][j] = fused(x, splat(probs[r * TILE + i]), a[r][j]);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int j = 0; j < outs; j++) store(acc[r] + d + j * LANES, a[r][j]);
+}
+
+INLINE void decode_values_rows(const char *v, int64_t v_stride, int n, const float *probs, float **acc,
+                               const float *alpha, const char *soon, int64_t dim, const int rows,
+                               int mode) {
+    const int wide = mode == BF16_PAIRS ? 32 : LANES, vecs = mode == BF16_PAIRS ? DVEC / 2 : DVEC;
+    const int64_t size = mode == F32 ? 4 : 2, step = vecs * wide;
+    int64_t d = 0;
+    for (; d + step <= dim; d += step)
+        decode_values(v, v_stride, n, probs, acc, alpha, soon ? soon + n * size * d : 0, d, step, rows, vecs, mode);
+    for (; d < dim; d += wide)
+        decode_values(v, v_stride, n, probs, acc, alpha, soon ? soon + n * size * d : 0, d, dim - d, rows, 1, mode);
+}
+
+#define DECODE_VALUES(name, mode)                                                                   \
+    static void name(const char *v, int64_t v_stride, int n, const float *probs, float **acc,       \
+                     const float *alpha, const char *soon, int64_t dim, int64_t rows) {             \
+        WITH_ROWS(rows, decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, r, mode))  \
+    }
+DECODE_VALUES(values_f32, F32)
+DECODE_VALUES(values_wide, BF16_WIDE)
+DECODE_VALUES(values_pairs, BF16_PAIRS)
+
+/* The query rows of one kv head, padded to whole vectors: row r is (query r / group, head r % group). */
+static void pack_queries(const attend_args *a, const entry_t *e, int64_t kv_head, char *out, int mode) {
+    int64_t group = a->heads / a->kv_heads, dim = a->head_dim, size = a->is_bf16 ? 2 : 4;
+    int64_t padded = ceil_div(dim, 32) * 32;
+    for (int64_t query = e->query_start; query < e->query_start + e->q_len; query++)
+        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++, out += padded * 4) {
+            const char *q = a->q + size * (query * a->q_token_stride + head * a->q_head_stride);
+            memset(out, 0, padded * 4);
+            if (mode != BF16_WIDE) memcpy(out, q, dim * size);
+            else for (int64_t d = 0; d < dim; d += LANES)
+                store(out + 4 * d, load_f32(q + 2 * d, dim - d, mode));
+        }
+}
+
+/* Partial states of all rows of the kv heads [head0, head1) over one segment. `after` is K of the
+ * segment that comes next, `cold` says that nobody has prefetched this one, `packed` that `scratch` holds
+ * the queries. */
+static void decode_segment(const attend_args *a, segment_t seg, const span_t *after, int cold, int packed,
+                           int64_t head0, int64_t head1, float *partial, char *scratch) {
+    const int mode = mode_of(a);
+    const int64_t dim = a->head_dim;
+    const entry_t e = entry_at(a, seg.entry);
+    const span_t span = span_of(a, &e, seg.index);
+    const int64_t group = a->heads / a->kv_heads, rows = e.q_len * group, all = (head1 - head0) * rows;
+    const int64_t size = mode == F32 ? 4 : 2, width = dim * size, key_stride = a->kv_heads * width;
+    const int64_t stride = partial_stride(dim), q_bytes = ceil_div(dim, 32) * 32 * 4;
+    const int whole = head1 - head0 == a->kv_heads; /* else others read the rest: leave it to them */
+    const int64_t words = ceil_div(size * dim, 4), steps = ceil_div(words, LANES);
+    /* Of a head: blocks of words to turn, and to multiply for some rows at a time; rows. */
+    const int64_t calls = (head1 - head0) * (steps * (TILE / LANES + ceil_div(rows, ROWS)) + rows);
+    const int64_t groups = ceil_div(all, LANES); /* of rows */
+    float *keys = (float *)scratch, *probs = keys + TILE * (q_bytes / 4), *alpha = probs + all * TILE;
+    states_t *states = (states_t *)(alpha + groups * LANES);
+    char *q = (char *)(states + groups);
+    float *acc[all];
+    for (int64_t h = head0, i = 0; h < head1; h++) {
+        if (!packed) pack_queries(a, &e, h, q + i * q_bytes, mode);
+        for (int64_t query = 0; query < e.q_len; query++)
+            for (int64_t head = h * group; head < (h + 1) * group; head++, i++)
+                acc[i] = partial + (query * a->heads + head) * stride;
+    }
+    for (int64_t g = 0; g < groups; g++) states[g] = NO_KEYS;
+    /* What is read next comes in a tile ahead; where two tiles do not fit L2, half a tile. */
+    const int is_far = 4 * TILE * key_stride <= FAR_BYTES;
+    if (cold && whole) {
+        const int64_t bytes = min64(TILE, span.count) * key_stride;
+        prefetch(span.k, bytes);
+        if (is_far) prefetch(span.v, bytes);
+    }
+    const int64_t skipped = max64(0, e.seen_begin - span.pos) / TILE * TILE;
+    for (int64_t t = skipped; t < span.count; t += TILE) {
+        const int n = min64(TILE, span.count - t);
+        const char *k = span.k + t * key_stride, *v = span.v + t * key_stride;
+        const int is_last = t + TILE >= span.count;
+        const char *next_k = !whole ? v : is_last ? after->k : k + TILE * key_stride;
+        const char *next_v = !whole ? v : is_last ? after->v : v + TILE * key_stride;
+        const int64_t lines = whole ? n * key_stride / 64 : 0;
+        soon_t soon = {is_far ? next_k : v, lines, ceil_div(lines, calls)}; /* while K is read */
+        for (int64_t h = head0, i = 0; h < head1; h++, i += rows)
+            decode_scores(k + h * width, key_stride, n, q + i * q_bytes, q_bytes, rows, &soon, keys,
+                          probs + i * TILE, dim, mode);
+        int64_t row = 0, head = 0, last = e.first_pos;
+        for (int64_t first = 0; first < all; first += LANES) {
+            const int64_t some = min64(LANES, all - first);
+            int visible[LANES];
+            for (int64_t i = first; i < first + some; i++, row++, head++) {
+                if (row == rows) row = head = 0, last = e.first_pos; /* the next kv head */
+                if (head == group) head = 0, last++; /* the next query; a division takes 40 cycles */
+                bring_some(&soon);
+                for (int64_t j = min64(n, last + 1 - a->window - span.pos - t); j > 0; j--)
+                    probs[i * TILE + j - 1] = -INFINITY; /* before the window */
+                visible[i - first] = max64(0, min64(n, last + 1 - span.pos - t));
+            }
+            decode_softmax(probs + first * TILE, some, n, visible, a->scale, states + first / LANES,
+                           alpha + first, mode);
+        }
+        for (int64_t h = head0; h < head1; h++) {
+            const char *vh = v + h * width;
+            const char *soon = (is_far ? next_v : next_k) + (h - head0) * n * width; /* while V is read */
+            int64_t i = (h - head0) * rows, some;
+            for (const int64_t end = i + rows; i < end; i += some, soon = 0) {
+                some = rows_at_once(end - i);
+                float *p = probs + i * TILE, **s = acc + i, *f = t == skipped ? NULL : alpha + i;
+                (mode == F32 ? values_f32 : mode == BF16_WIDE ? values_wide : values_pairs)(
+                    vh, key_stride, n, p, s, f, soon, dim, some);
+            }
+        }
+    }
+    for (int64_t i = 0; i < all; i++) {
+        const states_t *own = states + i / LANES;
+        acc[i][stride - 16] = own->top[i % LANES], acc[i][stride - 15] = own->sum[i % LANES];
+    }
+}
+#endif

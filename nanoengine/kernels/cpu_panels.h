@@ -1,0 +1,134 @@
+/* A packed weight, a call that multiplies with it, and how numbers are made of a panel of codes. */
+#ifndef NANOENGINE_CPU_PANELS_H
+#define NANOENGINE_CPU_PANELS_H
+
+#ifndef MODE /* of numbers and activations: F32 or BF16_PAIRS */
+#define MODE BF16_PAIRS
+#endif
+#include "cpu_bf12.h"
+#include "cpu_int8.h"
+#include "cpu_lookup.h"
+#include "cpu_tiles.h"
+
+enum { HALF = PANEL / 2, HALF_VECS = HALF / LANES, VECS = PANEL / LANES };
+enum { TURN = 16 };               /* outputs of gate and up that take turns */
+enum { ROWS = LANES >= 8 ? 6 : 3 }; /* 6 * 4 accumulators of 32 registers, 6 * 2 of 16, or 3 * 8 */
+/* Words of k that stay in a cache while rows pass by: 256 KiB of a panel in L2, or, where there
+ * are fewer registers, 16 KiB of half a panel in L1. */
+enum { CHUNK = LANES == 16 ? 1024 : 128 };
+enum { COLD_ROWS = LANES == 16 ? ROWS : 3 }; /* of a register block that is as wide as what memory sends */
+enum { BLOCK_BYTES = 512 << 10 }; /* activations of a row block: with a panel's chunk, about L2 */
+enum { BLOCK_ROWS = 64 * 6 };
+enum { STRIP = 4, STRIP_BYTES = STRIP * PANEL * 4 };
+enum { PRIVATE_BYTES = 64 << 10 }; /* normed or rounded rows that every thread makes for itself */
+enum { ROUNDED_ROWS = 128 };       /* most of a block: their sums are in L1, or near it */
+/* Groups of codes that are numbers at one time: of many rows as CHUNK, of few in L1. */
+enum { MANY_GROUPS = LANES == 16 ? 16 : 4, FEW_GROUPS = 1 };
+/* In matrix tiles: 18 steps of half a panel are 36 KiB, which stay in L1 while rows pass it by; as many of
+ * 256 rows are 288 KiB, which stay in L2 with the sums of 8 half panels. Where these steps are all of k no sums
+ * stay, and rows are twice as many. */
+enum { TILED_ROWS = 2 * TILE_ROWS, TILE_K = 2 * TILE_PAIRS, STEP_BYTES = HALF * TILE_K * 2 };
+enum { CHUNK_STEPS = 18, FEW_STEPS = 2, HALVES_AT_ONCE = 8, TILED_BLOCK = 256 };
+/* Up to 192 rows each take 12 bits apart by themselves, 32 at a time, and what stays in L2 is a MiB of rows. */
+enum { GROUPS_OF_12 = 6, CHUNK_OF_12 = 1 << 20 };
+enum { SUMS = HAVE_TILES ? TILED_BLOCK * HALVES_AT_ONCE * HALF : BLOCK_ROWS * PANEL };
+enum { STORE, ADD, FLOAT, SILU_MUL = FLOAT + SILU, GELU_MUL, SWIGLU_MUL };
+
+typedef struct { /* one packed weight: filled by packed_weight.py */
+    const char *panels;
+    const float *bias;       /* [panels * PANEL] in the order of the panels, or NULL */
+    const char *norm_weight; /* [k], or NULL: norm the activations first */
+    int64_t outputs, k, activation, is_tiled; /* activation: of gates, or 0; is_tiled: in matrix tiles */
+    int64_t format; /* DENSE, or of codes */
+    int64_t is_rounded; /* rows are rounded to 8 bits: see cpu_int8.h */
+    int64_t is_norm_bf16; /* norm_weight is in bfloat16, else in float32 */
+    double eps;
+} weight_t;
+
+typedef struct { /* one call, filled by packed_weight.py; strides in bytes */
+    const weight_t *w;
+    const char *x;
+    char *out;
+    char *made; /* [rows][k]: normed or rounded rows, where they are more than PRIVATE_BYTES; then arranged ones */
+    int64_t x_stride, out_stride, rows, epilogue, threads;
+} call_t;
+
+typedef struct { int64_t count; call_t calls[]; } calls_t; /* filled by packed_product.py */
+
+enum { ITEM = MODE == F32 ? 4 : 2, GROUP_WORDS = GROUP * ITEM / 4 }; /* bytes of a number */
+/* Of 12 bits, whose blocks are 16 of k: words of k of a block as numbers, and the blocks that are 128 KiB. */
+enum { BLOCK12_WORDS = BLOCK_K * ITEM / 4, CHUNK_BLOCKS = (128 << 10) / (4 * PANEL * BLOCK12_WORDS) };
+INLINE int64_t words_of(const weight_t *w) { return ceil_div(w->k * ITEM, 4); }
+
+/* Outputs of all panels, of gate and up together. */
+INLINE int64_t columns_of(const weight_t *w) {
+    return ceil_div(ceil_div(w->outputs, TURN) * TURN * (w->activation ? 2 : 1), PANEL) * PANEL;
+}
+
+/* Where the panel with this output begins. */
+INLINE const char *panel_of(const weight_t *w, int64_t column) {
+    const int64_t dense = words_of(w) * PANEL * 4, panel = column / PANEL;
+    if (w->format == BF12) return w->panels; /* a block is found by itself */
+    if (w->format == DENSE) return w->panels + panel * dense;
+    return w->panels + panel * (w->k / FORMAT[w->format].weights) * block_bytes(w->format) * PANEL;
+}
+
+#if HAVE_BF12
+INLINE bf12_t in_12_bits(const weight_t *w) { return bf12_at(w->panels, columns_of(w) / PANEL * (w->k / BLOCK_K)); }
+
+/* As `unpack`, of a weight in 12 bits; to: [word of k][column]. */
+static void unpack_12_bits(const weight_t *w, int64_t column, int64_t columns, int64_t begin, int64_t end,
+                           char *to) {
+    const bf12_t held = in_12_bits(w);
+    const int64_t first = column / PANEL * (w->k / BLOCK_K);
+    unpack_bf12_t *const block = BF12_UNPACKERS[columns == PANEL ? BOTH_HALVES : column % PANEL / HALF];
+    for (int64_t i = begin * GROUP / BLOCK_K; i < end * GROUP / BLOCK_K; i++, to += 4 * BLOCK12_WORDS * columns)
+        block(held, first + i, to);
+}
+
+/* As `unpack_half`, of a weight in 12 bits. */
+static void unpack_half_12_bits(const weight_t *w, int64_t begin, int64_t end, char *to) {
+    const bf12_t held = in_12_bits(w);
+    for (; begin < end; begin++, to += NUMBERS_BYTES) unpack_bf12_tiled(held, begin, to);
+}
+
+INLINE const char *line_of_block(const weight_t *w, int64_t block) {
+    const bf12_t held = in_12_bits(w);
+    return held.lines + LINE * (int64_t)held.starts[block];
+}
+#else
+static void unpack_12_bits(const weight_t *w, int64_t column, int64_t columns, int64_t begin, int64_t end,
+                           char *to) {
+    (void)w, (void)column, (void)columns, (void)begin, (void)end, (void)to;
+}
+static void unpack_half_12_bits(const weight_t *w, int64_t begin, int64_t end, char *to) {
+    (void)w, (void)begin, (void)end, (void)to;
+}
+INLINE const char *line_of_block(const weight_t *w, int64_t block) { return w->panels + block; }
+#endif
+
+/* The groups [begin, end) of k of the outputs [column, column + columns), which lie in one panel. */
+static void unpack(const weight_t *w, int64_t column, int64_t columns, int64_t begin, int64_t end,
+                   unpacked_t to) {
+    if (w->format == BF12) {
+        unpack_12_bits(w, column, columns, begin, end, to.at);
+        return;
+    }
+    const char *panel = panel_of(w, column);
+    unpack_t *const group = UNPACKERS[w->format];
+    for (; begin < end; begin++, to.at += to.group)
+        group(panel, begin, column % PANEL, columns, to);
+}
+
+/* The steps [begin, end) of half a panel of a tiled weight. */
+static void unpack_half(const weight_t *w, int64_t half, int64_t begin, int64_t end, char *to) {
+    const int64_t all = w->k / TILE_K;
+    if (w->format == BF12) unpack_half_12_bits(w, half * all + begin, half * all + end, to);
+    else if (!stands_left((int)w->format))
+        unpack(w, half * HALF, HALF, begin, end,
+               (unpacked_t){to, TILE_BYTES, TILE_PAIRS * TILE_BYTES, STEP_BYTES});
+    else
+        for (; begin < end; begin++, to += STEP_BYTES)
+            LOOKERS[w->format](panel_of(w, half * HALF), begin, half % 2, to);
+}
+#endif

@@ -1,0 +1,236 @@
+/* Products of some rows with half a panel or a whole one, and what is done with their sums. */
+#ifndef NANOENGINE_CPU_PRODUCTS_H
+#define NANOENGINE_CPU_PRODUCTS_H
+#include "cpu_panels.h"
+
+/* What to prefetch while a panel is read. Few rows wait for memory: one line in every KiB, in the page
+ * after, keeps the hardware's prefetcher running across pages (33 GB/s per core; 20 with none, and 20
+ * with every line, which is then all that comes). With more rows memory has time while the others use
+ * the panel in L2: every line of what comes next, spread over the passes. Measured on Zen 4. With matrix
+ * tiles up to 16 rows have every line 3 KiB ahead, in L1, and up to 32 a KiB ahead, in L2 (one row on two cores
+ * of a Xeon with AMX: 31.5 GB/s, and 30; 27 from 4 KiB on; less by the rule for Zen 4). Those that take 12 bits
+ * apart have every line 8 KiB ahead, in L2, and only the first 32 rows prefetch. */
+enum { AHEAD = 4096, FEW_AHEAD = 3072, TILED_AHEAD = 1024, AHEAD_OF_12 = 8192 };
+
+/* acc[r][v] += x[r] . w[v] over `words` words of k, `w_stride` bytes apart in w. acc is [rows][PANEL];
+ * `is_first` starts at 0. `is_odd`: the last word of x is half a pair. */
+INLINE void multiply(const char *w, int64_t w_stride, const char *x, int64_t x_stride, int64_t words, int is_odd,
+                     int is_first, ahead_t ahead, float *acc, const int rows, const int vecs) {
+    vf s[ROWS][VECS];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vecs; v++)
+            s[r][v] = is_first ? (vf){0} : load(acc + r * PANEL + v * LANES);
+    const char *x3 = x + 3 * x_stride;
+#define STEP(READ)                                                                                  \
+    do {                                                                                            \
+        vf b[VECS];                                                                                 \
+        UNROLL for (int v = 0; v < vecs; v++) b[v] = load(w + 4 * v * LANES);                       \
+        UNROLL for (int r = 0; r < rows; r++) {                                                     \
+            const vf a = (vf)splat_i(READ(r < 3 ? x + r * x_stride : x3 + (r - 3) * x_stride));     \
+            UNROLL for (int v = 0; v < vecs; v++)                                                   \
+                s[r][v] = MODE == F32 ? fused(a, b[v], s[r][v]) : dot_pairs(s[r][v], a, b[v]);      \
+        }                                                                                           \
+    } while (0)
+#define WHOLE(p) (*(const word_t *)(p))
+#define HALF_A_PAIR(p) (*(const uint16_t *)(p))
+    for (int64_t left = words - is_odd; left > 0; left -= STRIP) {
+        prefetch_ahead(&ahead, 0);
+        for (int64_t n = min64(left, STRIP); n > 0; n--, x += 4, x3 += 4, w += w_stride) STEP(WHOLE);
+    }
+    if (is_odd) STEP(HALF_A_PAIR);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vecs; v++) store(acc + r * PANEL + v * LANES, s[r][v]);
+}
+
+#define MULTIPLY(rows, halves)                                                                      \
+    static void multiply_##rows##_##halves(const char *w, int64_t w_stride, const char *x,          \
+                                           int64_t x_stride, int64_t words, int is_odd,             \
+                                           int is_first, ahead_t ahead, float *acc) {               \
+        const int vecs = LANES == 8 && rows > COLD_ROWS ? 2 : halves * HALF_VECS;                   \
+        for (int v = 0; v < halves * HALF_VECS; v += vecs, ahead.lines = 0)                         \
+            multiply(w + 4 * v * LANES, w_stride, x, x_stride, words, is_odd, is_first, ahead,      \
+                     acc + v * LANES, rows, vecs);                                                  \
+    }
+#define MULTIPLY_BOTH(rows) MULTIPLY(rows, 1) MULTIPLY(rows, 2)
+#if LANES >= 8
+#define EACH_ROWS(f) f(1) f(2) f(3) f(4) f(5) f(6)
+#else
+#define EACH_ROWS(f) f(1) f(2) f(3)
+#endif
+EACH_ROWS(MULTIPLY_BOTH)
+typedef void multiply_t(const char *, int64_t, const char *, int64_t, int64_t, int, int, ahead_t, float *);
+#define BOTH(rows) {multiply_##rows##_1, multiply_##rows##_2},
+static multiply_t *const MULTIPLIERS[ROWS][2] = {EACH_ROWS(BOTH)};
+
+/* ---- epilogues -------------------------------------------------------------------------------- */
+
+INLINE vf with_bias(const float *acc, const float *bias) {
+    return bias ? load(acc) + load(bias) : load(acc);
+}
+
+/* Outputs [first, first + LANES) of a row, of which `left` exist. */
+INLINE void put_n(char *out, vf y, int n, int64_t epilogue) {
+    if (epilogue == ADD) y = load_f32(out, n, MODE) + rounded(y, MODE);
+    store_n(out, y, n, epilogue == FLOAT ? F32 : MODE);
+}
+INLINE void put(char *out, int64_t first, int64_t left, vf y, int64_t epilogue) {
+    out = AT(out, first, epilogue == FLOAT ? F32 : MODE);
+    if (left >= LANES) put_n(out, y, LANES, epilogue);
+    else if (left > 0) put_n(out, y, (int)left, epilogue);
+}
+
+/* Finish `rows` rows of the outputs [column, column + columns) of all the panels laid end to end. */
+INLINE void finish(const call_t *c, int64_t row, int rows, int64_t column, int columns, const float *acc,
+                   int64_t width, int64_t epilogue) {
+    const float *bias = c->w->bias ? c->w->bias + column : NULL;
+    const int activation = epilogue > FLOAT ? (int)(epilogue - FLOAT) : 0;
+    const int turns = activation ? 2 : 1;
+    for (int r = 0; r < rows; r++, acc += width) {
+        char *out = c->out + (row + r) * c->out_stride;
+        for (int at = 0; at < columns; at += turns * TURN)
+            UNROLL for (int i = at; i < at + TURN; i += LANES) {
+                const int64_t first = (column + at) / turns + i - at;
+                vf y = with_bias(acc + i, bias ? bias + i : NULL);
+                if (activation) { /* rounded on the way as the steps one by one would */
+                    const vf up = with_bias(acc + i + TURN, bias ? bias + i + TURN : NULL);
+                    y = gated(rounded(y, MODE), rounded(up, MODE), activation, MODE);
+                }
+                put(out, first, c->w->outputs - first, y, epilogue);
+            }
+    }
+}
+static void finish_rows(const call_t *c, int64_t row, int rows, int64_t column, int columns,
+                        const float *acc, int64_t width) {
+    switch (c->epilogue) {
+    case ADD: finish(c, row, rows, column, columns, acc, width, ADD); break;
+    case FLOAT: finish(c, row, rows, column, columns, acc, width, FLOAT); break;
+    case SILU_MUL: finish(c, row, rows, column, columns, acc, width, SILU_MUL); break;
+    case GELU_MUL: finish(c, row, rows, column, columns, acc, width, GELU_MUL); break;
+    case SWIGLU_MUL: finish(c, row, rows, column, columns, acc, width, SWIGLU_MUL); break;
+    default: finish(c, row, rows, column, columns, acc, width, STORE);
+    }
+}
+
+/* The lines of `out` that `finish` will write: they come while the rows are multiplied. */
+INLINE void prefetch_out(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns) {
+    const int64_t bytes = ITEM * (c->w->activation ? columns / 2 : columns);
+    const char *out = c->out + row * c->out_stride + ITEM * (c->w->activation ? column / 2 : column);
+    for (; rows > 0; rows--, out += c->out_stride)
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(out + at, 1);
+}
+
+/* ---- one product ------------------------------------------------------------------------------ */
+
+/* Every line from `p` on, in `passes` passes of steps over `bytes` bytes. */
+INLINE ahead_t every_line(const char *p, int64_t bytes, int64_t passes) {
+    const int64_t lines = passes > 0 ? ceil_div(bytes / 64, passes) : 0;
+    return (ahead_t){.from = p, .lines = lines, .step = 64 * lines};
+}
+
+/* Where a thread's codes become numbers, and its sums are. */
+typedef struct {
+    char numbers[MANY_GROUPS * GROUP * PANEL * 4];
+    float acc[SUMS];
+} __attribute__((aligned(64))) scratch_t;
+
+/* Rows that go by codes, not by numbers made of them: where vectors are short, making these costs more. */
+INLINE int64_t most_few(int64_t format) {
+    if (format == DENSE || format == BF12) return 0;
+    return LANES != 8 ? FEW_ROWS : has_numbers((int)format) ? 4 * FEW_ROWS : 2 * FEW_ROWS;
+}
+
+/* The rows [row, row + rows), few, of the outputs [column, column + columns) of a weight of codes. */
+static void multiply_few(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
+                         float *acc) {
+    const weight_t *w = c->w;
+    const char *panel = panel_of(w, column);
+    for (int64_t end = row + rows, n; row < end; row += n) {
+        n = end - row >= 4 ? FEW_ROWS : end - row >= 2 ? 2 : 1;
+        const int width = n == 1 && LANES == 16 ? PANEL : n == 4 && LANES == 8 ? TURN : HALF;
+        multiply_codes_t *const run = CODE_MULTIPLIERS[w->format][n - 1][width / PANEL];
+        const char *x = c->x + row * c->x_stride;
+        for (int at = 0; at < columns; at += width)
+            run(panel, w->k / GROUP, column % PANEL + at, x, c->x_stride, acc + at);
+        finish_rows(c, row, (int)n, column, columns, acc, PANEL);
+    }
+}
+
+/* The rows [row, row + rows) of the outputs [column, column + columns), which are half a panel or one.
+ * `is_warm` says that the panel was prefetched. */
+static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
+                           int is_warm, scratch_t *scratch) {
+    const weight_t *w = c->w;
+    const int64_t all = words_of(w);
+    const int64_t groups = ceil_div(rows, w->format == DENSE && rows <= ROWS ? COLD_ROWS : ROWS);
+    const int64_t at_once = groups > 1 ? MANY_GROUPS : FEW_GROUPS;
+    const int64_t step = w->format == DENSE ? CHUNK : at_once * GROUP_WORDS;
+    const int64_t stride = 4 * (w->format == DENSE ? PANEL : columns);
+    const char *panel = panel_of(w, column) + column % PANEL * 4;
+    float *acc = scratch->acc;
+    for (int64_t at = 0; at < all; at += step) {
+        const int64_t words = min64(step, all - at), bytes = words * PANEL * 4;
+        const char *chunk = panel + at * PANEL * 4;
+        const int is_last = at + words == all;
+        const char *next = chunk + bytes;
+        ahead_t ahead = {.from = chunk + AHEAD, .lines = 1, .step = STRIP_BYTES};
+        if (is_warm) ahead = every_line(next, STRIP_BYTES, groups);
+        if (w->format != DENSE) {
+            chunk = scratch->numbers, ahead = (ahead_t){0};
+            unpack(w, column, columns, at / GROUP_WORDS, (at + words) / GROUP_WORDS,
+                   (unpacked_t){scratch->numbers, stride, 4 * TURN, GROUP_WORDS * stride});
+        }
+        for (int64_t g = 0, r = 0; g < groups; g++) {
+            const int64_t n = (rows - r) / (groups - g);
+            if (w->format == DENSE) {
+                if (g == 1 && !is_warm) ahead = every_line(next, STRIP_BYTES, groups - 1);
+                if (g > 0 && ahead.from >= next + bytes) ahead.lines = 0;
+            }
+            if (is_last) prefetch_out(c, row + r, n, column, columns);
+            MULTIPLIERS[n - 1][columns / PANEL](
+                chunk, stride, c->x + (row + r) * c->x_stride + 4 * at, c->x_stride, words,
+                is_last && w->k * ITEM % 4, at == 0, ahead, acc + r * PANEL);
+            ahead.from += ceil_div(words, STRIP) * ahead.step;
+            if (is_last) finish_rows(c, row + r, n, column, columns, acc + r * PANEL, PANEL);
+            r += n;
+        }
+        is_warm = groups > 1;
+    }
+}
+
+#if HAVE_BF12
+/* As multiply_block, of a whole panel in 12 bits. Up to 12 rows take its numbers apart in registers, 6 at a
+ * time. Of more, the first ones keep the numbers for the others, whose passes prefetch what comes next. */
+static void multiply_12_bits(const call_t *c, int64_t row, int64_t rows, int64_t column, scratch_t *scratch) {
+    const weight_t *w = c->w;
+    const bf12_t held = in_12_bits(w);
+    const int64_t all = w->k / BLOCK_K, first = column / PANEL * all, groups = ceil_div(rows, ROWS);
+    const int keeps = groups > 2;
+    for (int64_t at = 0, count; at < all; at += count) {
+        count = min64(CHUNK_BLOCKS, all - at);
+        const int is_first = at == 0, is_last = at + count == all;
+        const char *next = held.lines + LINE * (int64_t)held.starts[first + at + count];
+        ahead_t ahead = every_line(next, STRIP * LEAST_LINES * LINE / BLOCK12_WORDS, groups - 1);
+        for (int64_t g = 0, r = 0, n; g < groups; g++, r += n) {
+            const char *x = c->x + (row + r) * c->x_stride + ITEM * BLOCK_K * at;
+            float *acc = scratch->acc + r * PANEL;
+            n = (rows - r) / (groups - g);
+            if (is_last) prefetch_out(c, row + r, n, column, PANEL);
+            if (g == 0 || !keeps)
+                BF12_MULTIPLIERS[n - 1][keeps](held, first + at, first + at + count, x, c->x_stride, is_first,
+                                               scratch->numbers, acc);
+            else {
+                if (ahead.from >= next + count * LEAST_LINES * LINE) ahead.lines = 0;
+                MULTIPLIERS[n - 1][1](scratch->numbers, 4 * PANEL, x, c->x_stride, count * BLOCK12_WORDS, 0, is_first,
+                                      ahead, acc);
+                ahead.from += count * BLOCK12_WORDS / STRIP * ahead.step;
+            }
+            if (is_last) finish_rows(c, row + r, (int)n, column, PANEL, acc, PANEL);
+        }
+    }
+}
+#else
+static void multiply_12_bits(const call_t *c, int64_t row, int64_t rows, int64_t column, scratch_t *scratch) {
+    (void)c, (void)row, (void)rows, (void)column, (void)scratch;
+}
+#endif
+#endif

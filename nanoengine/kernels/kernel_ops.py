@@ -1,0 +1,77 @@
+"""LayerOps whose small operators are kernels: what CPUs and GPUs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
+from nanoengine.models.layer_ops import Norm, Product
+from nanoengine.models.rules import RecurrentNet
+from nanoengine.models.torch_ops import TorchOps
+from nanoengine.models.ungated import relu2
+
+
+class Recorder(Protocol):
+    """Records a step and replays it (CallTape, CudaGraphs)."""
+
+    def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
+        """As LayerOps.replay."""
+        ...
+
+
+class Kernels(Protocol):
+    """Small operators of one call each, documented in CpuKernels."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
+    def gate_mul(self, gate_up: Tensor, activation: str, out: Tensor) -> None: ...
+    def rope_store(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
+    ) -> None: ...
+    def recurrence(
+        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
+    ) -> None: ...
+
+
+class KernelOps(TorchOps):
+    """Fused kernels: one call each instead of five to eight small PyTorch operators."""
+
+    def __init__(self, kernels: Kernels, recorder: Recorder | None) -> None:
+        """recorder: replays steps; None: no step is replayed."""
+        self._kernels = kernels
+        self._recorder = recorder
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        out = x.new_empty(x.shape)
+        self._kernels.rms_norm(x, norm.weight, norm.eps, out)
+        return out
+
+    def rotate_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
+    ) -> Tensor:
+        self._kernels.rope_store(q, k, v, cos, sin, target)
+        return q
+
+    def gated(self, activation: str) -> Product:
+        if activation == "relu2":
+            return partial(self.activated, activation=relu2)
+
+        def gated(gate_up: Tensor) -> Tensor:
+            out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+            self._kernels.gate_mul(gate_up, activation, out)
+            return out
+
+        return gated
+
+    def recurrence(
+        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext
+    ) -> Tensor:
+        out = x.new_empty(x.shape[0], net.shape.value_size)
+        self._kernels.recurrence(x, net, state, ctx, out)
+        return out
+
+    def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
+        return forward() if self._recorder is None else self._recorder.replay(key, forward)
