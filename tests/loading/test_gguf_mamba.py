@@ -16,8 +16,9 @@ import pytest
 from driver import small_engine
 from gguf_mamba import GRANITE_HYBRID_NAMES, NEMOTRON_NAMES
 from gguf_model import GGUFModel
+from gguf_rounded import rounded
 from safetensors.torch import load_file
-from test_gguf_layouts import assert_answers_are, converted, rounded
+from test_gguf_layouts import assert_answers_are, converted
 from tiny_models import TINY
 
 from nanoengine.errors import (
