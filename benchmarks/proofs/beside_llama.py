@@ -30,13 +30,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from llama_cases import KNOWN_TEXTS, Case, cases, make_file  # first: it finds the tests' helpers
-from llama_texts import compare_texts, made_vocabularies
 
-from driver import Driver, small_engine  # isort: skip
-from nanoengine import SamplingParams
-from nanoengine.errors import ModelLoadError
-from nanoengine.loading.gguf.convert import convert_gguf
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
+
+from driver import Driver, small_engine  # noqa: E402 (found by the line above)
+
+from benchmarks.proofs.llama_cases import KNOWN_TEXTS, Case, cases, make_file  # noqa: E402
+from benchmarks.proofs.llama_texts import compare_texts, made_vocabularies  # noqa: E402
+from nanoengine import SamplingParams  # noqa: E402
+from nanoengine.errors import ModelLoadError  # noqa: E402
+from nanoengine.loading.gguf.convert import convert_gguf  # noqa: E402
 
 PEER = Path(__file__).with_name("llama_peer.py")
 PROMPT_TOKENS, FORCED_TOKENS = 100, 8
@@ -135,9 +139,13 @@ def all_rows(python: str, vocabularies: Path | None) -> dict[str, Make]:
     for name, write in made_vocabularies().items():
         rows[f"vocabulary: {name}"] = functools.partial(_of_vocabulary, name, write, python)
     for path in sorted(vocabularies.glob("*.gguf")) if vocabularies else ():
-        its = functools.partial(_of_vocabulary, path.name, lambda _, path=path: path, python)
+        its = functools.partial(_of_vocabulary, path.name, _as_it_is(path), python)
         rows[f"vocabulary: {path.name}"] = its
     return rows
+
+
+def _as_it_is(path: Path) -> Callable[[Path], Path]:
+    return lambda _: path
 
 
 def _of_model(name: str, case: Case, python: str, folder: Path) -> Row:

@@ -141,8 +141,30 @@ FTYPES |= {"Q5_K_M": 17, "Q6_K": 18, "BF16": 32}
 ROUNDED_FTYPES = {"Q2_K": 10, "Q3_K_M": 12, "IQ4_NL": 25, "IQ4_XS": 30}
 
 
-KNOWN_TEXTS = {}
-FUSED = ("llama", "llama-bias", "qwen2", "qwen3", "qwen3-moe", "qwen3.5", "granite-hybrid", "lfm2")
+# Of vocabularies, by name. The models' own patterns are in tests/text/test_tokenizer.py.
+MARKS = "llama.cpp counts no mark as a letter of this pattern, the model's own does"
+DIGITS = "llama.cpp's digits of groups are those of ASCII, and an underscore ends a number"
+REFUSED = "of a model that the engine does not run"
+END = "to llama.cpp </s> is a special token of any vocabulary"
+LIKE_GPT_4O = ("gpt-4o", "kanana2", "llama4", "minimax-m2", "talkie", "tekken")
+KNOWN_TEXTS = {
+    **{f"gpt2, {name}": MARKS for name in LIKE_GPT_4O},
+    **{f"gpt2, {name}": DIGITS for name in ("tiny_aya", "cohere2moe")},
+    "gpt2, deepseek-coder": "to llama.cpp the ideographic space is none of the ideographs' range",
+    "gpt2, deepseek-llm": "llama.cpp takes runs of digits, the model's own pattern single ones",
+    **{f"ggml-vocab-{n}.gguf": REFUSED for n in ("bert-bge", "falcon", "nomic-bert-moe")},
+    **{f"ggml-vocab-{n}.gguf": END for n in ("qwen2", "qwen35")},
+}
+FUSED: tuple[str, ...] = (
+    "llama",
+    "llama-bias",
+    "qwen2",
+    "qwen3",
+    "qwen3-moe",
+    "qwen3.5",
+    "granite-hybrid",
+    "lfm2",
+)
 FUSED += ("ernie", "glm4", "gpt-oss", "gemma3", "gemma4-shared", "nemotron-h", "minimax-m2")
 
 

@@ -685,12 +685,12 @@ def _of_deepseek(config: dict[str, Any]) -> dict[str, Any]:
 def keys_and_values_apart(model: GGUFModel) -> None:
     """As newer files for the absorbed form have them: keys turned around."""
     heads, size = model.config["num_attention_heads"], model.config["qk_nope_head_dim"]
-    for layer in range(model.config["num_hidden_layers"]):
-        both = model.tensors.pop(f"blk.{layer}.attn_kv_b.weight")
+    for name in [name for name in model.tensors if name.endswith(".attn_kv_b.weight")]:
+        both = model.tensors.pop(name)
         both = both.reshape(heads, -1, both.shape[1])
         model.tensors |= {
-            f"blk.{layer}.attn_k_b.weight": both[:, :size].swapaxes(1, 2).copy(),
-            f"blk.{layer}.attn_v_b.weight": both[:, size:].copy(),
+            name.replace("kv_b", "k_b"): both[:, :size].swapaxes(1, 2).copy(),
+            name.replace("kv_b", "v_b"): both[:, size:].copy(),
         }
 
 

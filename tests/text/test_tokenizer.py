@@ -268,6 +268,25 @@ def test_an_end_of_one_message_of_several_ends_no_generation(tmp_path: Path) -> 
         assert write_tokenizer(metadata, tmp_path, 259) == ends
 
 
+def test_gemma_4_ends_where_a_tool_answers(tmp_path: Path) -> None:
+    """As llama.cpp's llama_vocab::impl::load has it; the file names one end, and that token's type
+    is one of text.
+    """
+    tokens = ["<unk>", "<eos>", "<turn|>", "<|tool_response>", "a"]
+    fields = {
+        "general.architecture": "gemma4",
+        "gemma4.context_length": 128,
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3, 4, 1],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    metadata = Metadata(Path("m.gguf"), {k: GGUFValue(v) for k, v in fields.items()})
+    assert sorted(write_tokenizer(metadata, tmp_path, 5)) == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("pre", "words"),
     [
