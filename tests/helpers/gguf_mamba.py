@@ -178,6 +178,7 @@ def _nemotron_settings(config: dict[str, Any], arch: str) -> dict[str, Any]:
     else:
         of_experts = dict.fromkeys(of_experts)
     return of_experts | {
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
         "attention.head_count_kv": [kv_heads * (kind == "full_attention") for kind in kinds],
         "feed_forward_length": [inner * (kind == behind) for kind in kinds],
         "ssm.conv_kernel": config["conv_kernel"],

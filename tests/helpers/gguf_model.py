@@ -426,8 +426,10 @@ class GGUFModel:
                 "shared_expert_intermediate_size", config.get("shared_intermediate_size")
             ),
         }
+        if arch in ("gpt-oss", "minimax-m2"):
+            of_experts[f"{arch}.expert_feed_forward_length"] = config["intermediate_size"]
         if arch == "minimax-m2":
-            of_experts["minimax-m2.expert_feed_forward_length"] = config["intermediate_size"]
+            of_experts["minimax-m2.expert_gating_func"] = 2
         if "n_shared_experts" in config:
             by_softmax = config["architectures"] == ["DeepseekV2ForCausalLM"]
             of_experts |= {
@@ -437,7 +439,9 @@ class GGUFModel:
                 f"{arch}.expert_gating_func": 1 if by_softmax else 2,
                 f"{arch}.expert_weights_norm": config.get("norm_topk_prob", False),
                 f"{arch}.expert_weights_scale": float(config["routed_scaling_factor"]),
-                f"{arch}.leading_dense_block_count": config.get("first_k_dense_replace", 0),
+                f"{arch}.leading_dense_block_count": config.get(
+                    "first_k_dense_replace", config.get("mlp_layer_types", ()).count("dense")
+                ),
             }
         of_rules = {}
         if heads := config.get("linear_num_value_heads"):
@@ -447,7 +451,14 @@ class GGUFModel:
                 f"{arch}.ssm.group_count": config["linear_num_key_heads"],
                 f"{arch}.ssm.time_step_rank": heads,
                 f"{arch}.ssm.inner_size": heads * config["linear_value_head_dim"],
+                # Those of published models have attention in every so many-th layer.
+                f"{arch}.full_attention_interval": config["layer_types"].index("full_attention")
+                + 1,
             }
+            if arch != "qwen3next":
+                pairs = int(head_dim * rope.get("partial_rotary_factor", 1)) // 2
+                sections = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
+                of_rules[f"{arch}.rope.dimension_sections"] = sections
         return (
             (of_experts if experts else {})
             | of_rules
@@ -540,6 +551,7 @@ def _of_gemma4(config: dict[str, Any]) -> dict[str, Any]:
         ],
         "final_logit_softcapping": config["final_logit_softcapping"] or 0.0,
         "rope.dimension_count": full["head_dim"],
+        "rope.dimension_count_swa": config["head_dim"],
         "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
     }
     if config.get("enable_moe_block"):
@@ -681,12 +693,12 @@ def _of_deepseek(config: dict[str, Any]) -> dict[str, Any]:
 def keys_and_values_apart(model: GGUFModel) -> None:
     """As newer files for the absorbed form have them: keys turned around."""
     heads, size = model.config["num_attention_heads"], model.config["qk_nope_head_dim"]
-    for layer in range(model.config["num_hidden_layers"]):
-        both = model.tensors.pop(f"blk.{layer}.attn_kv_b.weight")
+    for name in [name for name in model.tensors if name.endswith(".attn_kv_b.weight")]:
+        both = model.tensors.pop(name)
         both = both.reshape(heads, -1, both.shape[1])
         model.tensors |= {
-            f"blk.{layer}.attn_k_b.weight": both[:, :size].swapaxes(1, 2).copy(),
-            f"blk.{layer}.attn_v_b.weight": both[:, size:].copy(),
+            name.replace("kv_b", "k_b"): both[:, :size].swapaxes(1, 2).copy(),
+            name.replace("kv_b", "v_b"): both[:, size:].copy(),
         }
 
 

@@ -353,6 +353,7 @@ def test_tokenizer_settings_are_honoured(llama: GGUFModel, tmp_path: Path, out: 
     [
         *(("qwen2", None, 1), ("llama-bpe", None, 2), ("llama-bpe", False, 1)),
         *(("smollm", True, 2), ("llama-v3", None, 2), ("dbrx", None, 1)),
+        ("glm4", None, 1),
     ],
 )
 def test_bos_follows_the_flag_or_the_kind_of_tokenizer(
@@ -394,7 +395,6 @@ def test_without_a_tokenizer_type_list_end_tokens_are_special(
             "tokenizer model 'bert' is not supported; supported: gemma4, gpt2, llama",
         ),
         ("tokenizer.ggml.pre", "bloom", "'bloom'"),
-        ("tokenizer.ggml.pre", None, "'default'"),
     ],
 )
 def test_what_cannot_be_represented_is_refused(

@@ -7,8 +7,6 @@ them.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,10 @@ from gguf_model import (
     keys_and_values_apart,
     with_scaling,
 )
+from gguf_rounded import rounded
 from marks import named
 from mtp_models import head_logits, head_of, watch_head, write_head
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
@@ -68,43 +67,8 @@ BY_DEFAULT = (
     "qwen3.5-moe",
     "gemma4-shared",
 )
-POWERS_OF_TWO = {
-    "attention_in_multiplier": 0.5,
-    "attention_out_multiplier": 2.0,
-    "embedding_multiplier": 8.0,
-    "key_multiplier": 0.25,
-    "lm_head_multiplier": 0.5,
-    "mlp_multipliers": [2.0, 0.25],
-    "ssm_in_multiplier": 0.5,
-    "ssm_multipliers": [0.5, 4.0, 2.0, 0.25, 1.0],
-    "ssm_out_multiplier": 0.5,
-}
 PROMPTS = [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
 quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
-
-
-def rounded(source: Path, folder: Path) -> Path:
-    """The checkpoint with numbers that bfloat16 holds, but the bias of a choice, in float32."""
-    shutil.copytree(source, folder)
-    stored = load_file(folder / "model.safetensors")
-    for name, tensor in stored.items():
-        if not name.endswith(("e_score_correction_bias", "expert_bias")):
-            stored[name] = tensor.bfloat16().float()
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    if config["architectures"] == ["Qwen3NextForCausalLM"]:
-        config["norm_topk_prob"] = True  # as llama.cpp has it in its code
-    if config["architectures"] == ["FalconH1ForCausalLM"]:  # so are weights that they multiply
-        config |= POWERS_OF_TWO
-    if config["architectures"] == ["Lfm2MoeForCausalLM"]:
-        config["routed_scaling_factor"] = 1.0  # no key of a file says it
-    if "kv_lora_rank" in config:  # so has it these: pairs are neighbours, YaRN has one mscale
-        config["rope_interleave"] = True
-        rope = config["rope_parameters"]
-        rope |= {"mscale": rope["mscale_all_dim"]} if "mscale" in rope else {}
-    path.write_text(json.dumps(config))
-    return folder
 
 
 def model_of(folder: Path, name: str) -> GGUFModel:

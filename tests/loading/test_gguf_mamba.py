@@ -18,8 +18,9 @@ from checkpoints import reference, reference_logits
 from driver import Driver, small_engine
 from gguf_mamba import FALCON_NAMES, GRANITE_HYBRID_NAMES, NEMOTRON_NAMES, ODD_MAMBA_NAMES
 from gguf_model import GGUFModel
+from gguf_rounded import POWERS_OF_TWO, rounded
 from safetensors.torch import load_file
-from test_gguf_layouts import POWERS_OF_TWO, assert_answers_are, converted, rounded
+from test_gguf_layouts import assert_answers_are, converted
 from tiny_models import TINY
 
 from nanoengine.errors import (

@@ -138,3 +138,11 @@ def test_gemma_4_merges_characters_between_newlines() -> None:
     }.items():
         assert backend.encode(text).tokens == tokens
         assert backend.decode(backend.encode(text).ids) == text
+
+
+def test_the_name_of_a_byte_is_text_to_gemma_4() -> None:
+    """Of a whole line, too: only runs of newlines may be tokens that no merge makes."""
+    texts = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"<0xA>\n", "\n\n"]
+    merges = [("\n", "\n")]
+    backend = build_character_bpe({t: i for i, t in enumerate(texts)}, merges, "<unk>")
+    assert backend.encode("<0x0A>\n\n").tokens == [*"<0x0A>", "\n\n"]

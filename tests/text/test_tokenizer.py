@@ -171,7 +171,19 @@ def test_ids_equal_llama_cpp_under_other_word_patterns(smollm2: Path, pre: str) 
 ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LETTER, ANY, SMALL = r"[^\r\n\p{L}\p{N}]?", r"\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+GPT_4O = (
+    rf"{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]*[{SMALL}]+{ENDINGS}?"
+    rf"|{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]+[{SMALL}]*{ENDINGS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+)
 PATTERNS = {
+    "deepseek-coder": (
+        r"[\r\n]",
+        r"\s?\p{L}+",
+        r"\s?\p{P}+",
+        r"[一-龥ࠀ-一가-\ud7ff]+",
+        r"\p{N}",
+    ),
     "deepseek-llm": (
         r"[\r\n]",
         r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
@@ -187,13 +199,22 @@ PATTERNS = {
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
     "glm4": rf"{ENDINGS}|{LETTER}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}",
-    "gpt-4o": rf"{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]*[{SMALL}]+{ENDINGS}?"
-    rf"|{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]+[{SMALL}]*{ENDINGS}?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}",
+    "gpt-4o": GPT_4O,
+    "minicpm5": (
+        r"\p{N}{1,3}",
+        rf"{ENDINGS}|{LETTER}\p{{L}}+|\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}",
+    ),
+    "minimax-m2": GPT_4O,
     "olmo": "'s|'t|'re|'ve|'m|'ll|'d"
     r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "qwen35": PRETOKENIZE_REGEX,
     "seed-coder": rf"{ENDINGS}|{LETTER}\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{SPACES}",
+    "tiny_aya": (r"\d{1,3}(?=(?:\d{3})*\b)", GPT_4O),
+    "ufakzeka": rf"{LETTER}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}",
+    "youtu": (
+        r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+        GPT_4O.replace(r"\p{N}{1,3}", r"\p{N}"),
+    ),
     "tekken": rf"{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]*[{SMALL}]+"
     rf"|{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]+[{SMALL}]*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}",
@@ -217,6 +238,20 @@ def test_words_are_those_of_the_models_own_pattern(pre: str) -> None:
         assert [text[first:last] for first, last in spans] == words, text
 
 
+@pytest.mark.parametrize(
+    ("pre", "is_whole"),
+    [
+        *((pre, True) for pre in ("glm4", "glm5", "llama-bpe", "minicpm5", "tekken")),
+        *((pre, False) for pre in ("chatglm-bpe", "dbrx", "qwen2", "default")),
+    ],
+)
+def test_a_word_may_be_a_token_that_no_merge_makes(pre: str, is_whole: bool) -> None:
+    """`ignore_merges` of llama.cpp's llama_vocab::impl::load."""
+    tokens = [*tokenizers.pre_tokenizers.ByteLevel.alphabet(), "abc"]
+    backend = byte_level({token: i for i, token in enumerate(tokens)}, [], pre)
+    assert backend.encode("abc").tokens == (["abc"] if is_whole else ["a", "b", "c"])
+
+
 def test_an_end_of_one_message_of_several_ends_no_generation(tmp_path: Path) -> None:
     """gpt-oss writes <|end|> between its channels; Phi-3 writes it in the end."""
     for others, ends in ((["<|return|>", "<|call|>"], [257, 258]), (["<a>", "<b>"], [256])):
@@ -231,6 +266,25 @@ def test_an_end_of_one_message_of_several_ends_no_generation(tmp_path: Path) -> 
         }
         metadata = Metadata(Path("m.gguf"), {k: GGUFValue(v) for k, v in fields.items()})
         assert write_tokenizer(metadata, tmp_path, 259) == ends
+
+
+def test_gemma_4_ends_where_a_tool_answers(tmp_path: Path) -> None:
+    """As llama.cpp's llama_vocab::impl::load has it; the file names one end, and that token's type
+    is one of text.
+    """
+    tokens = ["<unk>", "<eos>", "<turn|>", "<|tool_response>", "a"]
+    fields = {
+        "general.architecture": "gemma4",
+        "gemma4.context_length": 128,
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3, 4, 1],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    metadata = Metadata(Path("m.gguf"), {k: GGUFValue(v) for k, v in fields.items()})
+    assert sorted(write_tokenizer(metadata, tmp_path, 5)) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from nanoengine.models.families import OUT_IS_TILED
 from nanoengine.models.stored_codes import CODES_KEY, FORMATS, TAKEN_APART
 
 logger = logging.getLogger(__name__)
-CONVERTER_VERSION = 4  # part of the cache key: raise it when the written folder changes
+CONVERTER_VERSION = 5  # part of the cache key: raise it when the written folder changes
 
 CHUNK_ELEMENTS = 4 << 20  # dequantised at a time: 16 MiB of float32
 LARGE_GROWTH = 1 << 30  # bytes; a user wants to know of these before they are written

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from nanoengine.errors import CorruptModelError
+from nanoengine.loading.gguf.fused import qkv_apart
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.parts import check_complete, check_part, other_parts
 from nanoengine.loading.gguf.structure import check_structure
 
 
 def open_gguf(path: Path, reads_vocabulary: bool = True) -> tuple[Metadata, dict[str, Any]]:
-    """The metadata, and the tensors of all parts by name. A vocabulary takes seconds.
+    """The metadata, and the tensors of all parts by name, with queries, keys and values apart. A
+    vocabulary takes seconds.
 
     Raises CorruptModelError, UnsupportedModelError, and ModelNotFoundError for a missing part.
     """
@@ -29,7 +31,7 @@ def open_gguf(path: Path, reads_vocabulary: bool = True) -> tuple[Metadata, dict
         check_part(part, number, first)
         stored |= tensors
     check_complete(first, len(stored))
-    return first, stored
+    return first, qkv_apart(first, stored)
 
 
 def _open_file(path: Path, reads_vocabulary: bool) -> tuple[Metadata, dict[str, Any]]:

@@ -39,7 +39,15 @@ END_TEXTS = frozenset(
         "<|end_of_text|>",
         "<end_of_turn>",
         "<turn|>",
+        "<eos>",
+        "<|tool_response>",  # where Gemma 4 waits for what a tool says
         "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "[e~[",  # MiniMax's
+        "<end_of_utterance>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's
         "<|return|>",
         "<|call|>",
     }
@@ -57,6 +65,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _LETTERS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _OF_ONE_CASE = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*)"
 _REST_WITH_SLASHES = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
+_LIKE_GPT_4O = _OF_ONE_CASE + _CONTRACTION + r"?|\p{N}{1,3}" + _REST_WITH_SLASHES
 # Letters with two cases, as DeepSeek-V2's tokenizer lists them.
 _CASED_OF_DEEPSEEK = (
     "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-"
@@ -82,11 +91,34 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
         + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
         + _REST.replace(r"\p{L}", r"\p{L}\p{M}"),
     ),
+    "dbrx": (_CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,),
     "glm4": (_CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,),
     "llama-bpe": (_CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,),
-    "gpt-4o": (_OF_ONE_CASE + _CONTRACTION + r"?|\p{N}{1,3}" + _REST_WITH_SLASHES,),
+    "gpt-4o": (_LIKE_GPT_4O,),
+    "minicpm5": (r"\p{N}{1,3}", _CONTRACTION + _LETTERS + r"\p{N}+" + _REST),
+    "tiny_aya": (r"\d{1,3}(?=(?:\d{3})*\b)", _LIKE_GPT_4O),
+    "ufakzeka": (_LETTERS[1:] + r"\p{N}" + _REST,),
+    "youtu": (
+        "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c"
+        "\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        _LIKE_GPT_4O.replace(r"\p{N}{1,3}", r"\p{N}"),
+    ),
     "seed-coder": (_CONTRACTION + _LETTERS + r"\p{N}" + _REST.replace(r"[\r\n]*", "", 1),),
     "tekken": (_OF_ONE_CASE + r"|\p{N}" + _REST_WITH_SLASHES,),
+    "deepseek-coder": (
+        r"[\r\n]",
+        r"\s?\p{L}+",
+        r"\s?\p{P}+",
+        "[\u0800-\u9fa5\uac00-\ud7ff]+",
+        r"\p{N}",
+    ),
+    # What llama.cpp takes for files without a name.
+    "default": (
+        r"[\p{P}\$\+<=>\^~\|]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+        r"\p{N}+",
+        "[0-9][0-9][0-9]",
+    ),
     "deepseek-llm": (
         r"[\r\n]",
         rf"\s?[{_CASED_OF_DEEPSEEK}]+",
@@ -102,21 +134,27 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
 }
-# Names that mean the same to llama.cpp. "glm4" is Llama 3's pattern for vocabularies in which words
-# are merged.
+# Names that mean the same to llama.cpp.
 OTHER_NAMES = {
-    "command-r": "smollm",
-    "deepseek-r1-qwen": "qwen2",
-    "exaone4": "olmo",
-    "hunyuan": "qwen2",
-    "hunyuan-dense": "deepseek-v3",
-    "lfm2": "llama-bpe",
-    "refact": "smollm",
-    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral"), "llama-bpe"),
-    **dict.fromkeys(("chatglm-bpe", "dbrx", "smaug-bpe"), "glm4"),
+    "glm5": "glm4",
+    **dict.fromkeys(("chatglm-bpe", "smaug-bpe"), "dbrx"),
+    **dict.fromkeys(("hunyuan-dense", "hy_v4", "joyai-llm"), "deepseek-v3"),
+    **dict.fromkeys(("kanana2", "llama4", "minimax-m2", "talkie"), "gpt-4o"),
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"), "llama-bpe"),
+    **dict.fromkeys(("jina-v5-nano", "lfm2", "midm-2.0"), "llama-bpe"),
+    **dict.fromkeys(("a.x-4.0", "exaone4", "gigachat", "gpt-2", "granite-docling"), "olmo"),
+    **dict.fromkeys(("jais", "jina-de", "jina-es", "jina-v2-de", "jina-v2-es"), "olmo"),
+    **dict.fromkeys(("mellum", "modern-bert", "mpt", "phi-2", "trillion"), "olmo"),
+    **dict.fromkeys(("deepseek-r1-qwen", "f2llmv2", "grok-2", "hunyuan", "kormo"), "qwen2"),
+    **dict.fromkeys(("megrez", "solar-open", "stablelm2"), "qwen2"),
+    **dict.fromkeys(("codeshell", "command-r", "exaone", "mellum2", "minerva-7b"), "smollm"),
+    **dict.fromkeys(("refact", "starcoder"), "smollm"),
+    "cohere2moe": "tiny_aya",
 }
-# Of these a text begins with BOS, and a word that is a token is that token, whatever its merges.
-WITH_WHOLE_WORDS = ("llama-bpe", "tekken")
+# Of these a text begins with BOS.
+WITH_BOS = ("llama-bpe", "tekken")
+# Of these a word that is a token is that token, whatever its merges.
+WITH_WHOLE_WORDS = (*WITH_BOS, "glm4", "minicpm5", "youtu")
 PRE_TOKENIZERS = ("olmo", "smollm", *WORD_PATTERNS)
 # From tokens of characters and of bytes to their text.
 _TO_TEXT = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -210,7 +248,7 @@ def _check_length(metadata: Metadata, what: str, values: list[Any], texts: list[
 def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     pre = metadata.get("tokenizer.ggml.pre", str, "default")
     backend = build_byte_level_bpe(vocabulary.ids(), _merges(metadata), pre, metadata.path)
-    return backend, OTHER_NAMES.get(pre, pre) in WITH_WHOLE_WORDS
+    return backend, OTHER_NAMES.get(pre, pre) in WITH_BOS
 
 
 def _sentencepiece(
@@ -326,7 +364,8 @@ def build_character_bpe(
             where,
             vocab=dict(vocab),
             merges=list(merges),
-            ignore_merges=True,
+            # Where no merge leads to runs of newlines they are tokens all the same.
+            ignore_merges=not any("\n" in left for left, _ in merges),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,

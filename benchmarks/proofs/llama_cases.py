@@ -1,0 +1,249 @@
+"""The tiny models of beside_llama.py, each written as a GGUF file.
+
+Most are those that tests have (tests/helpers/tiny_models.py), with the settings that llama.cpp's
+own reader asks for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
+
+import numpy as np  # noqa: E402 (the lines above say where the others are)
+from gguf_model import (  # noqa: E402
+    ARCHITECTURES,
+    SCALINGS,
+    GGUFModel,
+    keys_and_values_apart,
+    with_scaling,
+)
+from gguf_rounded import rounded  # noqa: E402
+from mtp_models import head_of, write_head  # noqa: E402
+from tiny_models import TINY  # noqa: E402
+
+Change = Callable[[GGUFModel], None]
+# llama.cpp takes GELU from a table of 16 bits; numbers of 16 bits are rounded at one place more.
+EXACT, HALF_GELU, SIXTEEN_BITS = 3e-4, 1e-1, 1e-1
+# Blocks of K-quants have 256 numbers of a row.
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+
+def unchanged(model: GGUFModel) -> None:
+    """The file that a converter writes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of TINY. settings: of its configuration, where llama.cpp knows fewer forms.
+
+    change: of the file. tolerance: of the difference of logits, over their spread. known: why ours
+    and theirs differ, with the proof. drafts: it has a layer more, for multi-token prediction.
+    forms: those (llama_ftype) in which llama.cpp writes the weights one after the other; the engine
+    reads the first, and llama.cpp the last.
+    """
+
+    tiny: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    change: Change = unchanged
+    tolerance: float = EXACT
+    known: str = ""
+    drafts: bool = False
+    forms: tuple[int, ...] = ()
+
+
+def with_settings(**settings: Any) -> Change:
+    """In the file; two underscores are a point."""
+
+    def change(model: GGUFModel) -> None:
+        for key, value in settings.items():
+            model.settings[f"{model.arch}.{key.replace('__', '.')}"] = value
+
+    return change
+
+
+def with_divisors(model: GGUFModel) -> None:
+    """Those of Llama 3's rule, a factor of 8."""
+    turns = 8192 / (2 * np.pi * 10000.0 ** (np.arange(0, 16, 2) / 16))
+    share = np.clip((turns - 1) / 3, 0, 1)
+    model.tensors["rope_freqs.weight"] = (1 / ((1 - share) / 8 + share)).astype(np.float32)
+
+
+def fused_qkv(model: GGUFModel) -> None:
+    """As `--fuse-qkv` of the converter has it."""
+    for layer in range(model.config["num_hidden_layers"]):
+        for kind in ("weight", "bias"):
+            names = [f"blk.{layer}.attn_{part}.{kind}" for part in "qkv"]
+            if all(name in model.tensors for name in names):
+                parts = [model.tensors.pop(name) for name in names]
+                model.tensors[f"blk.{layer}.attn_qkv.{kind}"] = np.concatenate(parts)
+
+
+def fused_experts(model: GGUFModel) -> None:
+    """As `--fuse-gate-up-exps` of the converter has it."""
+    for name in [name for name in model.tensors if "ffn_gate_exps.weight" in name]:
+        parts = [model.tensors.pop(name), model.tensors.pop(name.replace("gate", "up"))]
+        model.tensors[name.replace("gate", "gate_up")] = np.concatenate(parts, axis=1)
+
+
+# Nemotron 3 has no layers with a feed-forward, of which a file would have no size.
+EXPERTS_ALONE = [
+    *("linear_attention", "moe", "full_attention", "moe", "linear_attention"),
+    *("moe", "linear_attention", "full_attention"),
+]
+# By the name of TINY; None: llama.cpp has no such models.
+OTHERWISE: dict[str, dict[str, Any] | None] = {
+    "arcee": {"mlp_bias": False},
+    "cohere": {"attention_bias": False, "tie_word_embeddings": True},
+    "deepseek-v2": {"q_lora_rank": 40},
+    "deepseek-v3-dense": {"n_group": 1, "topk_group": 1},
+    "dots1": {"num_key_value_heads": 4},
+    "ernie-moe": {"moe_layer_end_index": 2},
+    "exaone4": {"num_hidden_layers": 64, "sliding_window_pattern": 4},
+    "gemma3-softcap": {"attention_bias": False},
+    "gemma4-shared": {"num_kv_shared_layers": 2},
+    "glm4-moe-lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "lfm2": {"conv_bias": False},
+    "llama-sharded": None,
+    "nemotron-h-moe": {"layers_block_type": EXPERTS_ALONE, "num_hidden_layers": 8},
+    "qwen2-moe": {"decoder_sparse_step": 1},
+    "qwen3-moe": {"mlp_only_layers": []},
+    "qwen3-next": None,
+    "qwen3-next-moe": {"mlp_only_layers": []},
+}
+BETAS = "llama.cpp reads 'yarn_beta_fast' of mistral3 and grok alone"
+RAMP = "llama.cpp rounds the ends of YaRN's ramp to whole pairs, which OpenAI's code does not"
+NO_WINDOW = "llama.cpp reads no window of {}; its converter writes none"
+KNOWN = {
+    "arcee": BETAS,
+    "deepseek-v2": "llama.cpp chooses groups by their two best experts, as V3; V2 by the best one",
+    "gpt-oss": RAMP,
+    "mistral-window": NO_WINDOW.format("llama"),
+    "mixtral": NO_WINDOW.format("llama"),
+    "qwen2": BETAS,
+}
+USUAL_YARN = {"rope__scaling__yarn_beta_fast": 32.0}
+YARN = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 64,
+}
+F32, BF16 = 0, 32
+F32, BF16 = 0, 32
+FTYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K_M": 15}
+FTYPES |= {"Q5_K_M": 17, "Q6_K": 18, "BF16": 32}
+# Of these the engine makes numbers of 16 bits.
+ROUNDED_FTYPES = {"Q2_K": 10, "Q3_K_M": 12, "IQ4_NL": 25, "IQ4_XS": 30}
+
+
+# Of vocabularies, by name. The models' own patterns are in tests/text/test_tokenizer.py.
+MARKS = "llama.cpp counts no mark as a letter of this pattern, the model's own does"
+DIGITS = "llama.cpp's digits of groups are those of ASCII, and an underscore ends a number"
+REFUSED = "of a model that the engine does not run"
+END = "to llama.cpp </s> is a special token of any vocabulary"
+LIKE_GPT_4O = ("gpt-4o", "kanana2", "llama4", "minimax-m2", "talkie", "tekken")
+KNOWN_TEXTS = {
+    **{f"gpt2, {name}": MARKS for name in LIKE_GPT_4O},
+    **{f"gpt2, {name}": DIGITS for name in ("tiny_aya", "cohere2moe")},
+    "gpt2, deepseek-coder": "to llama.cpp the ideographic space is none of the ideographs' range",
+    "gpt2, deepseek-llm": "llama.cpp takes runs of digits, the model's own pattern single ones",
+    **{f"ggml-vocab-{n}.gguf": REFUSED for n in ("bert-bge", "falcon", "nomic-bert-moe")},
+    **{f"ggml-vocab-{n}.gguf": END for n in ("qwen2", "qwen35")},
+}
+FUSED: tuple[str, ...] = (
+    "llama",
+    "llama-bias",
+    "qwen2",
+    "qwen3",
+    "qwen3-moe",
+    "qwen3.5",
+    "granite-hybrid",
+    "lfm2",
+)
+FUSED += ("ernie", "glm4", "gpt-oss", "gemma3", "gemma4-shared", "nemotron-h", "minimax-m2")
+
+
+def variants() -> dict[str, Case]:
+    """What files of one architecture may have beside the usual."""
+    arcee, v2 = OTHERWISE["arcee"] or {}, OTHERWISE["deepseek-v2"] or {}
+    linear = {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}
+    long = {"rope__scaling__original_context_length": 64}
+    by_factor = USUAL_YARN | {"rope__scaling__attn_factor": 1.3}
+    phi3 = "llama.cpp has switched Phi-3's window off"
+
+    def gemma3(**settings: Any) -> Case:
+        return replace(usual("gemma3"), change=with_settings(**settings))
+
+    found = {
+        "llama, linear RoPE": Case("llama", {}, with_settings(**linear)),
+        "llama, Llama 3's RoPE": Case("llama", {}, with_divisors),
+        "llama, YaRN": Case("llama", {}, with_settings(**YARN)),
+        "arcee, usual YaRN": Case("arcee", arcee, with_settings(**USUAL_YARN)),
+        "qwen2, usual YaRN": Case("qwen2", {}, with_settings(**USUAL_YARN)),
+        "qwen2, attn_factor": Case("qwen2", {}, with_settings(**by_factor)),
+        "gpt-oss, usual YaRN": Case("gpt-oss", {}, with_settings(**USUAL_YARN), known=RAMP),
+        "deepseek-v2, one group": Case("deepseek-v2", v2 | {"n_group": 1, "topk_group": 1}),
+        "phi3, long factors": Case("phi3", {}, with_settings(**long)),
+        "phi3, window": Case("phi3", {}, with_settings(attention__sliding_window=21), known=phi3),
+        "gemma3, linear RoPE": gemma3(**linear),
+        "gemma3, softcap": gemma3(final_logit_softcapping=5.0),
+        "mixtral, no window": Case("mixtral", {}, with_settings(attention__sliding_window=0)),
+    }
+    for name in FUSED:
+        found[f"{name}, fused qkv"] = replace(usual(name), change=fused_qkv)
+    for name in ("deepseek-v3", "qwen3-next-moe", "qwen3.5-moe"):
+        found[f"{name}, fused experts"] = Case(name, OTHERWISE.get(name) or {}, fused_experts)
+    for name in ("qwen3.5", "qwen3-next-moe", "glm4-moe", "deepseek-v3"):
+        found[f"{name}, MTP"] = Case(name, OTHERWISE.get(name) or {}, drafts=True)
+    for name, ftype in FTYPES.items():
+        found[f"llama in {name}"] = Case("llama", WIDE, forms=(ftype, F32))
+    for name, ftype in ROUNDED_FTYPES.items():
+        found[f"llama in {name}"] = Case(
+            "llama", WIDE, tolerance=SIXTEEN_BITS, forms=(ftype, BF16, F32)
+        )
+    return found
+
+
+def usual(name: str) -> Case:
+    """The model of TINY as it is."""
+    tolerance = HALF_GELU if name.startswith("gemma") else EXACT
+    return Case(name, OTHERWISE.get(name) or {}, tolerance=tolerance, known=KNOWN.get(name, ""))
+
+
+def cases() -> dict[str, Case]:
+    """By the names of rows."""
+    found = {}
+    for name, row in TINY.items():
+        settings = OTHERWISE.get(name, {})
+        if row.model_class.__name__ in ARCHITECTURES and settings is not None:
+            found[name] = usual(name)
+    return found | variants()
+
+
+def make_file(case: Case, folder: Path) -> Path:
+    """The GGUF file in F32, its numbers those that bfloat16 holds."""
+    source = folder / "source"
+    source.mkdir(parents=True)
+    row = TINY[case.tiny]
+    replace(row, settings=row.settings | case.settings)(source)
+    path = rounded(source, folder / "rounded")
+    if case.drafts:
+        head = head_of(path)
+        for weight in head.state_dict().values():
+            weight.copy_(weight.bfloat16())
+        path = write_head(path, folder / "both", head, as_layer=True)
+    model = GGUFModel(path)
+    if case.tiny in SCALINGS:
+        model = with_scaling(model, case.tiny)
+    if "blk.0.attn_kv_b.weight" in model.tensors:
+        keys_and_values_apart(model)
+    if case.drafts:
+        layers = model.config["num_hidden_layers"]
+        with_settings(block_count=layers + 1, nextn_predict_layers=1)(model)
+    case.change(model)
+    return model.write(folder / "model.gguf")
