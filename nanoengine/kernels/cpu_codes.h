@@ -15,7 +15,7 @@
  * BF16 and F16 are numbers without a scale, two in a word; of MODE F32 alone. BF12 are numbers, too, of another
  * layout: see cpu_bf12.h.
  *
- * MODE is what numbers are: F32, or BF16_PAIRS.
+ * MODE is what numbers are: F32, or BF16_PAIRS. There codes of up to 6 bits are summed in vectors: cpu_code_sums.h.
  */
 #ifndef NANOENGINE_CPU_CODES_H
 #define NANOENGINE_CPU_CODES_H
@@ -290,9 +290,11 @@ INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64
 #else
 #define EACH_NUMBERS(f)
 #endif
-#if WITH_CODES
+#if WITH_CODES && MODE == F32
 #define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) \
     f(MXFP4) f(INT4) f(INT8) f(FP8) EACH_NUMBERS(f)
+#elif WITH_CODES /* the others: cpu_code_sums.h */
+#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) EACH_NUMBERS(f)
 #else /* they take long to compile */
 #define EACH_FORMAT(f) EACH_NUMBERS(f)
 #endif

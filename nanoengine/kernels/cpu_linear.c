@@ -1,7 +1,8 @@
 /* Products of activations with packed weights, x W^T: of bfloat16 for CPUs with AVX512-BF16, of float32 for
  * all. A weight lies here as numbers, as numbers in 12 bits (cpu_bf12.h), or as the codes of a GGUF file
  * (cpu_codes.h). What is not numbers becomes numbers a chunk at a time, in the caches: so a product has the bits
- * of one of the numbers.
+ * of one of the numbers. But codes of up to 6 bits, met by bfloat16 in vectors, are multiplied as they are
+ * (cpu_code_sums.h).
  *
  * The law: an output element is one chain of steps over its k, in order, whatever the number of rows
  * of the call, the row's place among them and the number of threads. So a row's bits are the same
@@ -29,7 +30,7 @@ int has_pairs(void) { return HAVE_PAIRS; }
 static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, int64_t begin,
                            int64_t end) {
     scratch_t scratch;
-    int64_t shaped = 0;
+    int64_t shaped = 0, summed_row = -1;
     for (int64_t u = begin, n; u < end && c->w->is_rounded; u += n) {
         const int64_t row = u / halves * block_rows, half = u % halves;
         n = half % 2 == 0 && half + 1 < halves && u + 1 < end ? 2 : 1;
@@ -51,9 +52,11 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
         const int is_whole = LANES == 16 && half % 2 == 0 && half + 1 < halves && u + 1 < end;
         const int64_t rows = min64(block_rows, c->rows - row);
         const int columns = is_whole ? PANEL : HALF;
+        if (sums_codes(c->w) && row != summed_row) sum_groups(c, summed_row = row, rows, &scratch);
         /* one row of half a panel has no function of its own */
         const int is_few = rows <= most_few(c->w->format) && (is_whole || rows % 2 == 0 || LANES < 16);
-        if (c->w->format == BF12 && is_whole) multiply_12_bits(c, row, rows, half * HALF, &scratch);
+        if (sums_codes(c->w)) multiply_code_sums(c, row, rows, half * HALF, columns, &scratch);
+        else if (c->w->format == BF12 && is_whole) multiply_12_bits(c, row, rows, half * HALF, &scratch);
         else if (is_few) multiply_few(c, row, rows, half * HALF, columns, scratch.acc);
         else multiply_block(c, row, rows, half * HALF, columns, u > begin && rows > ROWS, &scratch);
         u += is_whole ? 2 : 1;
@@ -66,6 +69,7 @@ static int64_t choose_block_rows(const weight_t *w, int64_t rows, int64_t halves
     const int64_t chunk = w->format == BF12 ? CHUNK_BLOCKS * BLOCK12_WORDS : CHUNK;
     int64_t block = BLOCK_BYTES / (4 * min64(words_of(w), chunk));
     block = min64(w->is_rounded ? ROUNDED_ROWS : BLOCK_ROWS, max64(block, 4 * ROWS));
+    if (sums_codes(w)) block = min64(block, max64(most_summed_rows(w) / ROWS * ROWS, 1));
     if (w->is_tiled) {
         const int is_one_chunk = w->k <= CHUNK_STEPS * TILE_K;
         block = is_one_chunk && rows >= 2 * TILED_BLOCK * threads ? 2 * TILED_BLOCK : TILED_BLOCK;
@@ -195,7 +199,7 @@ static void linear_in_team(const call_t *call, int64_t threads) {
     const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF), rows = call->rows;
     const int64_t block_rows = choose_block_rows(w, rows, halves, threads);
     const int64_t blocks = ceil_div(rows, block_rows), units = blocks * halves;
-    const int64_t most = w->is_tiled && units >= 32 * threads ? HALVES_AT_ONCE : 2;
+    const int64_t most = (w->is_tiled || sums_codes(w)) && units >= 32 * threads ? HALVES_AT_ONCE : 2;
     const int64_t step = units < 8 * threads ? 1 : most, steps = ceil_div(halves, step);
     if (w->is_tiled && blocks > 1 && blocks % threads == 0) {
         multiply_row_blocks(call, halves, block_rows);

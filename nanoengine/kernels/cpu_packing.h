@@ -53,11 +53,12 @@ void pack(const weight_t *w, const char *rows, int64_t stride, int64_t which, in
         for (int64_t n = n0; n < min64(n0 + TURN, w->outputs); n++) {
             const int64_t column = column_of(n, w->activation, which);
             const int64_t blocks = w->k / FORMAT[w->format].weights;
-            const int format = (int)w->format, is_left = looks_up(w);
-            const int64_t first = is_left ? first_scale(format) : 0;
-            const int64_t last = is_left ? last_scale(format) : FORMAT[format].words;
+            const int format = (int)w->format, is_left = looks_up(w), is_sum = sums_codes(w);
+            const int64_t first = is_left || is_sum ? first_scale(format) : 0;
+            const int64_t last = is_left || is_sum ? last_scale(format) : FORMAT[format].words;
             char *panel = (char *)panel_of(w, column);
             pack_column(rows + n * stride, blocks, panel, column % PANEL, first, last, format);
+            if (is_sum) pack_summed(rows + n * stride, blocks, panel, column % PANEL, format);
             if (is_left) LEFT_PACKERS[format](rows + n * stride, blocks, panel, column);
         }
     }
@@ -79,6 +80,11 @@ static void gather_row(const weight_t *w, int64_t id, char *to) {
     if (w->format == DENSE) {
         for (int64_t i = 0; i < words_of(w); i++)
             memcpy(to + 4 * i, w->panels + 4 * word_at(w, id, i), bytes_at(w, i));
+        return;
+    }
+    if (sums_codes(w)) {
+        for (int64_t group = 0; group < w->k / GROUP; group++, to += 2 * GROUP)
+            summed_weights(panel_of(w, id), group, id % PANEL, (uint16_t *)to, (int)w->format);
         return;
     }
     char numbers[GROUP * 4 * HALF] __attribute__((aligned(64)));

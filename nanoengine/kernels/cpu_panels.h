@@ -6,6 +6,7 @@
 #define MODE BF16_PAIRS
 #endif
 #include "cpu_bf12.h"
+#include "cpu_code_sums.h"
 #include "cpu_int8.h"
 #include "cpu_lookup.h"
 #include "cpu_tiles.h"
@@ -106,6 +107,11 @@ static void unpack_half_12_bits(const weight_t *w, int64_t begin, int64_t end, c
 }
 INLINE const char *line_of_block(const weight_t *w, int64_t block) { return w->panels + block; }
 #endif
+
+/* Whether codes are multiplied as they are: see cpu_code_sums.h. */
+INLINE int sums_codes(const weight_t *w) {
+    return !w->is_tiled && !w->is_rounded && is_summed((int)w->format);
+}
 
 /* The groups [begin, end) of k of the outputs [column, column + columns), which lie in one panel. */
 static void unpack(const weight_t *w, int64_t column, int64_t columns, int64_t begin, int64_t end,

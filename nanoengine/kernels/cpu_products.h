@@ -139,6 +139,49 @@ INLINE int64_t most_few(int64_t format) {
     return LANES != 8 ? FEW_ROWS : has_numbers((int)format) ? 4 * FEW_ROWS : 2 * FEW_ROWS;
 }
 
+#if HAVE_PAIRS && MODE == BF16_PAIRS
+/* Rows whose groups' sums have room beside the scales of GROUPS_AT_ONCE. */
+INLINE int64_t most_summed_rows(const weight_t *w) {
+    const int64_t room = (int64_t)sizeof((scratch_t *)0)->numbers / 4 - GROUPS_AT_ONCE * SCALES;
+    return room / groups_in_vectors(w->k / GROUP);
+}
+
+/* As multiply_block, of such a weight. scratch->numbers has the sums of the rows' groups, at its end room for scales. */
+static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
+                               scratch_t *scratch) {
+    const weight_t *w = c->w;
+    const int64_t groups = w->k / GROUP, stride = groups_in_vectors(groups);
+    float *scales = (float *)scratch->numbers + sizeof scratch->numbers / 4 - GROUPS_AT_ONCE * SCALES;
+    const char *panel = panel_of(w, column);
+    for (int64_t first = 0, last; first < groups; first = last) {
+        last = min64(first + GROUPS_AT_ONCE, groups);
+        if (rows >= SUM_ROWS) SCALE_UNPACKERS[w->format](panel, first, last, scales);
+        for (int64_t r = 0, n; r < rows; r += n) {
+            const summed_t p = {panel, first, last, column % PANEL, c->x + (row + r) * c->x_stride, c->x_stride,
+                                (const float *)scratch->numbers + r * stride, stride, scales};
+            float *acc = scratch->acc + r * PANEL;
+            n = multiply_summed(&p, rows - r, columns, acc, (int)w->format);
+            if (last == groups) finish_rows(c, row + r, (int)n, column, columns, acc, PANEL);
+        }
+    }
+}
+
+/* Before it: the sums of the rows' groups, where the format has minimums. */
+static void sum_groups(const call_t *c, int64_t row, int64_t rows, scratch_t *scratch) {
+    if (has_minimum((int)c->w->format))
+        sum_rows(c->x + row * c->x_stride, c->x_stride, rows, c->w->k / GROUP, (float *)scratch->numbers);
+}
+#else
+INLINE int64_t most_summed_rows(const weight_t *w) { return w->k; }
+static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
+                               scratch_t *scratch) {
+    (void)c, (void)row, (void)rows, (void)column, (void)columns, (void)scratch;
+}
+static void sum_groups(const call_t *c, int64_t row, int64_t rows, scratch_t *scratch) {
+    (void)c, (void)row, (void)rows, (void)scratch;
+}
+#endif
+
 /* The rows [row, row + rows), few, of the outputs [column, column + columns) of a weight of codes. */
 static void multiply_few(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
                          float *acc) {

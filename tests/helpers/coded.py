@@ -57,8 +57,10 @@ def every_e4m3(scale: float) -> tuple[CodedRows, torch.Tensor]:
     return fp8_rows(codes, torch.full((8, 1), scale)), codes.float() * scale
 
 
-def random_weight(name: str, outputs: int, inputs: int, dtype: torch.dtype) -> CodedWeight:
-    return CodedWeight((random_rows(name, outputs, inputs),), dtype)
+def random_weight(
+    name: str, outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0
+) -> CodedWeight:
+    return CodedWeight((random_rows(name, outputs, inputs, seed),), dtype)
 
 
 def coded_checkpoint(source: Path, target: Path, formats: Mapping[str, str]) -> tuple[Path, Path]:

@@ -1,7 +1,9 @@
-"""Products of codes: the weights are those of the package gguf, the bits those of its numbers."""
+"""Products of codes: the weights are those of the package gguf. The bits are those of its numbers, or,
+where codes are multiplied as they are, nearer to them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(64, 256), (33, 512), (200, 768)]
 # bfloat16 is done in C where this CPU lacks it: in pairs, and in matrix tiles.
 MACHINES = ["float32", *(EMULATED or ["bfloat16"])]
+# Multiplied as they are in vectors of bfloat16: those of up to 6 bits.
+SUMMED = {*FORMATS} - {"Q8_0", "INT8", "FP8"}
 
 
 @pytest.fixture(scope="module", params=MACHINES)
@@ -73,20 +77,53 @@ def test_every_number_of_fp8(packer):
         torch.testing.assert_close(made, want, rtol=0, atol=0, equal_nan=True)
 
 
+def sums_codes(packer: CpuLinear, name: str) -> bool:
+    """Whether products are sums of codes, not of weights that were rounded to bfloat16."""
+    [weight] = packer.pack(random_weight(name, 64, 256, packer.dtype)).weights
+    return packer.dtype is BF16 and name in SUMMED and not weight.is_left
+
+
+def size_of_terms(name: str, weight: CodedWeight, x: Tensor) -> Tensor:
+    """What the terms of each sum come to without their signs, [rows, outputs]: a code's and its
+    minimum's, which may be much larger than the weight.
+    """
+    numbers = weight.numbers().double()
+    per_group = numbers.view(len(numbers), -1, 32)
+    largest = per_group.abs().amax(2, keepdim=True).expand_as(per_group).flatten(1)
+    return x.double().abs() @ (numbers.abs() + 4 * largest).T
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_product_has_the_bits_of_one_of_numbers(packer, name):
-    """Which is exact to float32 sums: whatever the number of rows, and where a row lies."""
+    """Which is exact to float32 sums: whatever the number of rows, and where a row lies. Where codes are
+    summed the weights are those of the file, which nothing rounds.
+    """
     for outputs, inputs in SHAPES:
         weight = random_weight(name, outputs, inputs, packer.dtype)
-        numbers = weight.numbers()
-        coded, dense = packer.pack(weight), packer.pack(numbers)
-        x = normal(packer, 300, inputs)
-        want = dense.in_float(x)
+        coded, x = packer.pack(weight), normal(packer, 300, inputs)
+        if sums_codes(packer, name):
+            want, numbers = coded.in_float(x), replace(weight, dtype=F32).numbers()
+            size = size_of_terms(name, replace(weight, dtype=F32), x)
+        else:
+            numbers = weight.numbers()
+            want = packer.pack(numbers).in_float(x)
+            size = x.double().abs() @ numbers.double().abs().T
         exact = x.double() @ numbers.double().T
-        size = x.double().abs() @ numbers.double().abs().T
         assert ((want - exact).abs() <= size * 2**-20).all()
         for first, last in ((0, 300), (7, 8), (9, 11), (3, 6), (8, 12), (20, 25), (100, 170)):
             assert same_bits(coded.in_float(x[first:last]), want[first:last]), (first, last)
+
+
+@pytest.mark.parametrize("name", sorted(SUMMED))
+def test_summed_codes_are_not_rounded(packer, name):
+    """A row that picks one input gives the file's own weights in float32, bit for bit."""
+    if not sums_codes(packer, name):
+        pytest.skip("here weights are made of the codes, and rounded in bfloat16")
+    weight, inputs = random_weight(name, 70, 512, BF16), torch.arange(0, 512, 5)
+    picks = torch.zeros(len(inputs), 512, dtype=BF16)
+    picks[torch.arange(len(inputs)), inputs] = 1
+    made = packer.pack(weight).in_float(picks)
+    assert torch.equal(made, replace(weight, dtype=F32).numbers()[:, inputs].T)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -137,9 +174,10 @@ def test_no_thread_moves_a_bit(packer):
 
 @pytest.mark.parametrize("rows", [1, 9])
 def test_what_is_fused_is_that_of_numbers(packer, rows):
-    """Norm, silu of the gate, residual sum and bias."""
+    """Norm, silu of the gate, residual sum and bias; where codes are summed, Q8_0 has the bits of numbers."""
     dtype, norm = packer.dtype, (normal(packer, 256, seed=1), 1e-5)
-    gate, up = (random_weight(name, 80, 256, dtype) for name in ("Q5_0", "Q5_0"))
+    name = "Q8_0" if sums_codes(packer, "Q5_0") else "Q5_0"
+    gate, up = (random_weight(name, 80, 256, dtype, seed) for seed in (0, 1))
     x, residual = normal(packer, rows, 256, seed=2), normal(packer, rows, 80, seed=3)
     coded = packer.pack_gate_up(gate, up, norm=norm)
     dense = packer.pack_gate_up(gate.numbers(), up.numbers(), norm=norm)
@@ -167,6 +205,9 @@ def test_parts_of_several_formats_are_one_product(packer):
     for rows in (1, 30):
         x = normal(packer, rows, 256, seed=5)
         got, want = (packer.pack(each, bias, norm)(x) for each in (together, numbers))
+        if sums_codes(packer, "Q4_K"):
+            parts = [packer.pack(w, b, norm)(x) for w, b in zip(weights, bias.split(32), strict=True)]
+            want = torch.cat(parts, dim=1)
         assert same_bits(got, want)
 
 

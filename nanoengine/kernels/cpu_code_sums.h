@@ -1,0 +1,290 @@
+/* Products with codes of 4, 5 and 6 bits in vectors, where codes are bfloat16 numbers by themselves, as small
+ * integers are. So a group's codes are multiplied and added as they are, and its scale comes in once, after
+ * that: no weight is made, and none is rounded. Where a group has a minimum, it comes in with the sum of the
+ * row's 32 values:
+ *
+ *     out = sum over groups of d (sum of code * x) + m (sum of x)
+ *
+ * The law: an output is one chain of such steps over the groups, in order; a group's sum is one chain over its
+ * pairs of k. So a row's bits do not depend on the rows beside it.
+ *
+ * Codes lie where cpu_codes.h has them, word by word of 32 bits, in another order: the lower half of an output's
+ * words has the codes of even k of a group, the upper half those of odd k, 16 of each. So one look-up by halves
+ * makes a pair of bfloat16. It ignores the bits above a code's own:
+ *
+ *     4 bits: 4 words of 4 codes, the first one lowest
+ *     5 bits: 5 words of 3 codes and a bit of the last one
+ *     6 bits: 6 words of 2 codes and 4 bits: those of the first four are the lower bits of the last four codes,
+ *             those of the others have the upper ones
+ */
+#ifndef NANOENGINE_CPU_CODE_SUMS_H
+#define NANOENGINE_CPU_CODE_SUMS_H
+#include "cpu_lookup.h"
+
+enum { GROUP_PAIRS = GROUP / 2, SUM_ROWS = 6 };
+
+/* Whether a format is multiplied so in vectors. */
+INLINE int is_summed(int format) {
+    switch (format) {
+    case Q4_0: case Q4_1: case Q4_K: case MXFP4: case INT4: case Q5_0: case Q5_1: case Q5_K: case Q6_K:
+        return MODE == BF16_PAIRS && HAVE_PAIRS;
+    default: return 0;
+    }
+}
+
+/* Words of an output's codes in a group, and where they begin in a panel. */
+INLINE int64_t code_words(const int format) { return bits_of(format); }
+INLINE int64_t sums_at(int64_t group, const int format) {
+    const int64_t per_block = FORMAT[format].weights / GROUP;
+    const int64_t scales = format == Q6_K ? 0 : last_scale(format);
+    return group / per_block * block_bytes(format) * PANEL + FORMAT[format].halves * 2 * PANEL +
+           (scales + group % per_block * code_words(format)) * 4 * PANEL;
+}
+
+/* ---- packing ---------------------------------------------------------------------------------- */
+
+/* Put code i of 16 into halves of words of `bits` bits. */
+INLINE void put_code(uint16_t *words, int i, unsigned code, const int bits) {
+    const int in_word = 16 / bits, last = bits * in_word;
+    if (i < bits * in_word) {
+        words[i / in_word] |= (uint16_t)(code << i % in_word * bits);
+    } else if (bits == 5) {
+        for (int w = 0; w < 5; w++) words[w] |= (uint16_t)((code >> w & 1) << 15);
+    } else {
+        const int n = i - last;
+        words[n] |= (uint16_t)((code & 15) << 12);
+        words[4 + n / 2] |= (uint16_t)(code >> 4 << (12 + n % 2 * 2));
+    }
+}
+
+/* Code i of half `half` of an output's words in a group, 4 * PANEL bytes apart. */
+INLINE unsigned code_at(const char *words, int64_t half, int i, const int bits) {
+    const int in_word = 16 / bits, n = i - bits * in_word;
+    unsigned code = 0;
+#define HALF_WORD(w) (*(const uint16_t *)(words + (w) * 4 * PANEL + 2 * half))
+    if (n < 0) return HALF_WORD(i / in_word) >> i % in_word * bits & ((1u << bits) - 1);
+    if (bits == 6) return HALF_WORD(n) >> 12 | (HALF_WORD(4 + n / 2) >> (12 + n % 2 * 2) & 3u) << 4;
+    for (int w = 0; w < 5; w++) code |= (unsigned)(HALF_WORD(w) >> 15) << w;
+#undef HALF_WORD
+    return code;
+}
+
+/* Put the codes of one output's blocks, as the file has them, into its column of a panel. */
+static void pack_summed(const char *blocks, int64_t count, char *panel, int64_t column, int format) {
+    const format_t f = FORMAT[format];
+    const int bits = bits_of(format);
+    for (int64_t b = 0; b < count; b++, blocks += file_bytes(format))
+        for (int64_t g = 0; g < f.weights / GROUP; g++) {
+            const uint8_t *from = (const uint8_t *)blocks + f.words_at;
+            char *to = panel + sums_at(b * (f.weights / GROUP) + g, format) + 4 * column;
+            uint16_t words[2][6] = {{0}};
+            if (!first_scale(format)) from += 4 * last_scale(format);
+            for (int k = 0; k < GROUP; k++) put_code(words[k % 2], k / 2, code_in_file(from, g, k, format), bits);
+            for (int w = 0; w < bits; w++)
+                for (int h = 0; h < 2; h++) memcpy(to + w * 4 * PANEL + 2 * h, &words[h][w], 2);
+        }
+}
+
+#if HAVE_PAIRS && MODE == BF16_PAIRS
+/* ---- codes as numbers ------------------------------------------------------------------------- */
+
+typedef struct { __m512i first, second; } numbers_t; /* of 32 codes each; of 4 bits come twice */
+
+/* What the codes from `first` on stand for, in multiples of the scale. */
+INLINE __m512 multiples_of(int first, const int format) {
+    const int none = format == Q4_0 ? 8 : format == Q5_0 ? 16 : format == Q6_K ? 32 : 0; /* this code is 0 */
+    return (__m512)(code((vu)(IOTA + first), 0, format) - splat((float)none));
+}
+INLINE numbers_t numbers_of(const int format) {
+#define NUMBERS_OF(first, more) \
+    (__m512i)_mm512_cvtne2ps_pbh(multiples_of((first) + (more), format), multiples_of(first, format))
+    const int more = bits_of(format) == 4 ? 0 : LANES;
+    return (numbers_t){NUMBERS_OF(0, more), NUMBERS_OF(bits_of(format) == 6 ? 2 * LANES : 0, more)};
+}
+
+/* Pair i of 16 outputs as numbers. */
+INLINE vf numbers_at(const char *words, int i, numbers_t numbers, const int format) {
+    const int bits = bits_of(format), in_word = 16 / bits, n = i - bits * in_word;
+#define WORDS(w) _mm512_loadu_si512(words + (w) * 4 * PANEL)
+#define MOVED(w, by) ((by) == 0 ? WORDS(w) : _mm512_srli_epi16(WORDS(w), by))
+#define WITH(x, y, mask) _mm512_ternarylogic_epi32(x, y, _mm512_set1_epi16(mask), 0xf8) /* x | y & mask */
+    __m512i at;
+    if (n < 0) {
+        at = MOVED(i / in_word, i % in_word * bits);
+    } else if (bits == 6) {
+        at = WITH(MOVED(n, 12), MOVED(4 + n / 2, 8 + n % 2 * 2), 0x30);
+    } else {
+        at = MOVED(0, 15);
+        UNROLL for (int w = 1; w < 5; w++) at = WITH(at, MOVED(w, 15 - w), 1 << w);
+    }
+    if (bits == 6) return (vf)_mm512_permutex2var_epi16(numbers.first, at, numbers.second);
+    return (vf)_mm512_permutexvar_epi16(at, numbers.first);
+#undef WORDS
+#undef MOVED
+#undef WITH
+}
+
+/* ---- products --------------------------------------------------------------------------------- */
+
+INLINE int has_minimum(const int format) {
+    return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K || format == INT4;
+}
+
+INLINE int64_t groups_in_vectors(int64_t groups) { return ceil_div(groups, LANES) * LANES; }
+
+/* out[r][group] = the sum of a row's 32 values in a group; a row takes groups_in_vectors(groups). */
+static void sum_rows(const char *x, int64_t x_stride, int64_t rows, int64_t groups, float *out) {
+    const vf ones = (vf)splat_i(0x3f803f80);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t g = 0; g < groups; g += LANES, out += LANES) {
+            vf sums[LANES];
+            UNROLL for (int i = 0; i < LANES; i++) {
+                const vf values = g + i < groups ? load(x + r * x_stride + (g + i) * 2 * GROUP) : (vf){0};
+                sums[i] = dot_pairs((vf){0}, values, ones);
+            }
+            store(out, sum_of_each(sums));
+        }
+}
+
+/* Of several rows, the first three and the others: fewer registers hold addresses. */
+#define ROW(x, r) ((r) < 3 ? (x) + (r) * x_stride : (x) + 3 * x_stride + ((r) - 3) * x_stride)
+
+typedef struct { vf of[SUM_ROWS][PANEL / LANES]; } sums_t;
+
+/* s[r][v] += pair i of the group or, of a word's own codes, of the word at `words`; x: of pair 0 there. */
+INLINE void add_pair(const char *words, const char *x, int64_t x_stride, int i, numbers_t numbers, sums_t *s,
+                     const int rows, const int vecs, const int format) {
+    vf c[PANEL / LANES];
+    __asm__ volatile("" : : : "memory"); /* or GCC looks up many pairs at once, for which it lacks registers */
+    UNROLL for (int v = 0; v < vecs; v++) c[v] = numbers_at(words + 4 * v * LANES, i, numbers, format);
+    UNROLL for (int r = 0; r < rows; r++) {
+        const vf a = (vf)splat_i(*(const word_t *)(ROW(x, r) + 4 * i));
+        UNROLL for (int v = 0; v < vecs; v++) s->of[r][v] = dot_pairs(s->of[r][v], a, c[v]);
+    }
+}
+
+/* Scales of a panel's groups as numbers, for many rows: [group][of d or m][PANEL], of Q6_K the two of a group. */
+enum { SCALES = 2 * PANEL, GROUPS_AT_ONCE = 128 };
+
+INLINE void unpack_scales(const char *panel, int64_t first, int64_t last, float *out, const int format) {
+    const int64_t per_block = FORMAT[format].weights / GROUP;
+    for (int64_t group = first; group < last; group++, out += SCALES)
+        for (int v = 0; v < PANEL; v += LANES) {
+            const scales_t s = scales_of(block_at(panel, group / per_block, v, format), group % per_block, format);
+            store(out + v, s.d[0]);
+            store(out + PANEL + v, format == Q6_K ? s.d[1] : s.m[0]);
+        }
+}
+
+/* A run of groups of some outputs, and rows that meet it. */
+typedef struct {
+    const char *panel;
+    int64_t first, last, column; /* groups of k; the first output's place in the panel */
+    const char *x;               /* at k = 0 */
+    int64_t x_stride;
+    const float *row_sums;       /* of sum_rows, where groups have a minimum */
+    int64_t row_sums_stride;
+    const float *scales;         /* of unpack_scales, from group `first` on; for SUM_ROWS rows alone */
+} summed_t;
+
+/* acc[r][v] += d s[r][v], and where there is a minimum m, m times the sum of the row's values in the group. */
+INLINE void fold_in(const sums_t *s, const summed_t *p, int64_t group, const int fold, float *acc, const int rows,
+                    const int vecs, const int format) {
+    const int64_t per_block = FORMAT[format].weights / GROUP;
+    const float *ready = p->scales + (group - p->first) * SCALES + p->column;
+    UNROLL for (int v = 0; v < vecs; v++) {
+        vf d, m = {0};
+        if (rows == SUM_ROWS) {
+            d = load(ready + fold * PANEL + v * LANES), m = load(ready + PANEL + v * LANES);
+        } else {
+            const block_t b = block_at(p->panel, group / per_block, p->column + v * LANES, format);
+            const scales_t scales = scales_of(b, group % per_block, format);
+            d = scales.d[fold], m = scales.m[0];
+        }
+        UNROLL for (int r = 0; r < rows; r++) {
+            float *sum = acc + r * PANEL + v * LANES;
+            vf y = fused(d, s->of[r][v], load(sum));
+            if (has_minimum(format)) y = fused(m, splat(p->row_sums[r * p->row_sums_stride + group]), y);
+            store(sum, y);
+        }
+    }
+}
+
+/* acc[r][v] += x[r] . w[v] over a run of groups; what acc held counts if it is not the first. acc is [rows][PANEL]. */
+INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const int vecs, const int format) {
+    const int bits = bits_of(format), in_word = 16 / bits;
+    const int folds = format == Q6_K ? 2 : 1; /* its scales belong to 16 weights, those of 4 words */
+    const int64_t x_stride = p->x_stride;
+    const numbers_t numbers = numbers_of(format);
+    const char *x = p->x + p->first * 2 * GROUP, *next = p->panel + p->first * group_bytes(format) + CODES_AHEAD;
+    for (int r = 0; r < rows && p->first == 0; r++)
+        UNROLL for (int v = 0; v < vecs; v++) store(acc + r * PANEL + v * LANES, (vf){0});
+    for (int64_t group = p->first; group < p->last; group++, x += 2 * GROUP) {
+        const char *words = p->panel + sums_at(group, format) + 4 * p->column;
+        UNROLL for (int fold = 0; fold < folds; fold++) {
+            const int first = 4 * fold, last = folds == 2 && !fold ? 4 : bits;
+            sums_t s;
+            UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) s.of[r][v] = (vf){0};
+            for (int w = first; w < last; w++) {
+                if (p->column == 0) next = prefetch_part(next, group_bytes(format) / bits);
+                UNROLL for (int i = 0; i < in_word; i++)
+                    add_pair(words + w * 4 * PANEL, x + w * 4 * in_word, x_stride, i, numbers, &s, rows, vecs, format);
+            }
+            UNROLL for (int i = bits * in_word; i < GROUP_PAIRS && last == bits; i++)
+                add_pair(words, x, x_stride, i, numbers, &s, rows, vecs, format);
+            fold_in(&s, p, group, fold, acc, rows, vecs, format);
+        }
+    }
+}
+
+typedef void multiply_sums_t(const summed_t *, float *);
+#define MULTIPLY_SUMS(format, rows, columns)                                                        \
+    static void sum_##format##_##rows##_##columns(const summed_t *p, float *acc) {                  \
+        multiply_sums(p, acc, rows, columns / LANES, format);                                       \
+    }
+#define SUMMED(format)                                                                              \
+    static void unpack_scales_##format(const char *panel, int64_t first, int64_t last, float *out) { \
+        unpack_scales(panel, first, last, out, format);                                             \
+    }                                                                                               \
+    MULTIPLY_SUMS(format, 1, 32) MULTIPLY_SUMS(format, 2, 32) MULTIPLY_SUMS(format, 4, 32)          \
+    MULTIPLY_SUMS(format, 6, 32) MULTIPLY_SUMS(format, 1, 64) MULTIPLY_SUMS(format, 2, 64)          \
+    MULTIPLY_SUMS(format, 4, 64) MULTIPLY_SUMS(format, 6, 64)
+#define LIST_SUMS(format)                                                                           \
+    [format] = {[1] = {sum_##format##_1_32, sum_##format##_1_64},                                   \
+                [2] = {sum_##format##_2_32, sum_##format##_2_64},                                   \
+                [4] = {sum_##format##_4_32, sum_##format##_4_64},                                   \
+                [6] = {sum_##format##_6_32, sum_##format##_6_64}},
+#if WITH_CODES
+#define EACH_SUMMED(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K)
+#else
+#define EACH_SUMMED(f)
+#endif
+EACH_SUMMED(SUMMED)
+/* By format, rows, and whether it is a whole panel. */
+static multiply_sums_t *const SUM_MULTIPLIERS[FORMATS][SUM_ROWS + 1][2] = {EACH_SUMMED(LIST_SUMS)};
+
+typedef void unpack_scales_t(const char *, int64_t, int64_t, float *);
+#define LIST_SCALES(format) [format] = unpack_scales_##format,
+static unpack_scales_t *const SCALE_UNPACKERS[FORMATS] = {EACH_SUMMED(LIST_SCALES)};
+
+/* acc[r] += x[r] . w of 1 to SUM_ROWS rows of half a panel or a whole one; returns how many it took of `rows`. */
+static int64_t multiply_summed(const summed_t *p, int64_t rows, int columns, float *acc, int format) {
+    const int64_t n = rows >= 6 ? 6 : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
+    SUM_MULTIPLIERS[format][n][columns == PANEL](p, acc);
+    return n;
+}
+#endif
+
+/* The weights of group `group` of an output as bfloat16, [32]. */
+static void summed_weights(const char *panel, int64_t group, int64_t column, uint16_t *out, int format) {
+    const int64_t per_block = FORMAT[format].weights / GROUP, first = column / LANES * LANES;
+    const char *words = panel + sums_at(group, format) + 4 * column;
+    const scales_t scales = scales_of(block_at(panel, group / per_block, first, format), group % per_block, format);
+    for (int k = 0; k < GROUP; k++) {
+        const unsigned c = code_at(words, k % 2, k / 2, bits_of(format));
+        const int half = k / (GROUP / 2);
+        const vf w = fused(scales.d[half], code((vu)splat_i((int32_t)c), 0, format), scales.m[half]);
+        out[k] = narrow(w)[column % LANES];
+    }
+}
+#endif
