@@ -206,7 +206,9 @@ def test_parts_of_several_formats_are_one_product(packer):
         x = normal(packer, rows, 256, seed=5)
         got, want = (packer.pack(each, bias, norm)(x) for each in (together, numbers))
         if sums_codes(packer, "Q4_K"):
-            parts = [packer.pack(w, b, norm)(x) for w, b in zip(weights, bias.split(32), strict=True)]
+            parts = [
+                packer.pack(w, b, norm)(x) for w, b in zip(weights, bias.split(32), strict=True)
+            ]
             want = torch.cat(parts, dim=1)
         assert same_bits(got, want)
 

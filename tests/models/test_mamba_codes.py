@@ -181,9 +181,9 @@ def matrices_in(path: Path) -> Iterator[int]:
             yield int(each.shape[2]) if len(each.shape) == 3 else 1
 
 
-def distance(path: Path, theirs: Path, dtype: str) -> float:
-    """The root mean square of how far logits are from transformers', in their standard deviation.
-    All matrices that are codes in a file are codes in memory.
+def distances(path: Path, theirs: Path, dtype: str) -> Tensor:
+    """Of each token the root mean square of how far its logits are from transformers', in their standard
+    deviation. All matrices that are codes in a file are codes in memory.
     """
     driver = Driver(small_engine(path, dtype=dtype, max_num_batched_tokens=90))
     if path.suffix:
@@ -196,20 +196,22 @@ def distance(path: Path, theirs: Path, dtype: str) -> float:
         tokens = output.outputs[0].token_ids
         logits = reference_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
         ours = torch.stack(driver.logits[output.request_id])
-        apart.append((ours - logits).square().mean().sqrt() / logits.std())
-    return max(apart).item()
+        apart.append((ours - logits).square().mean(1).sqrt() / logits.std())
+    return torch.cat(apart)
 
 
 def test_answers_are_transformers(case: Case, write: Callable[[Case], Written]) -> None:
     path, numbers = write(case)
-    assert distance(path, numbers, "float32") < 1e-5
+    assert distances(path, numbers, "float32").max() < 1e-5
 
 
 def test_answers_in_16_bits(case: Case, write: Callable[[Case], Written]) -> None:
-    """Codes are not farther off than rounded numbers, but for another choice of experts."""
+    """Codes are not farther off than rounded numbers. The median, as a token whose experts are others
+    is farther off in either.
+    """
     path, numbers = write(case)
-    ours, rounded = (distance(each, numbers, "bfloat16") for each in (path, numbers))
-    assert ours < max(2 * rounded, 0.02)
+    ours, rounded = (distances(each, numbers, "bfloat16").median() for each in (path, numbers))
+    assert ours < max(1.5 * rounded.item(), 0.004)
 
 
 @pytest.mark.usefixtures("in_16_bits")
