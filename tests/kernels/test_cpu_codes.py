@@ -1,5 +1,6 @@
-"""Products of codes: the weights are those of the package gguf. The bits are those of its numbers, or,
-where codes are multiplied as they are, nearer to them."""
+"""Products of codes: the weights are those of the package gguf. The bits are those of its numbers,
+or, where codes are multiplied as they are, nearer to them.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +96,8 @@ def size_of_terms(name: str, weight: CodedWeight, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_product_has_the_bits_of_one_of_numbers(packer, name):
-    """Which is exact to float32 sums: whatever the number of rows, and where a row lies. Where codes are
-    summed the weights are those of the file, which nothing rounds.
+    """Which is exact to float32 sums: whatever the number of rows, and where a row lies. Where codes
+    are summed the weights are those of the file, which nothing rounds.
     """
     for outputs, inputs in SHAPES:
         weight = random_weight(name, outputs, inputs, packer.dtype)
@@ -174,7 +175,7 @@ def test_no_thread_moves_a_bit(packer):
 
 @pytest.mark.parametrize("rows", [1, 9])
 def test_what_is_fused_is_that_of_numbers(packer, rows):
-    """Norm, silu of the gate, residual sum and bias; where codes are summed, Q8_0 has the bits of numbers."""
+    """Norm, silu of the gate, residual sum and bias. Where others are summed, Q8_0 has the bits."""
     dtype, norm = packer.dtype, (normal(packer, 256, seed=1), 1e-5)
     name = "Q8_0" if sums_codes(packer, "Q5_0") else "Q5_0"
     gate, up = (random_weight(name, 80, 256, dtype, seed) for seed in (0, 1))

@@ -182,8 +182,8 @@ def matrices_in(path: Path) -> Iterator[int]:
 
 
 def distances(path: Path, theirs: Path, dtype: str) -> Tensor:
-    """Of each token the root mean square of how far its logits are from transformers', in their standard
-    deviation. All matrices that are codes in a file are codes in memory.
+    """Of each token the root mean square of how far its logits are from transformers', in their
+    standard deviation. All matrices that are codes in a file are codes in memory.
     """
     driver = Driver(small_engine(path, dtype=dtype, max_num_batched_tokens=90))
     if path.suffix:
@@ -206,8 +206,8 @@ def test_answers_are_transformers(case: Case, write: Callable[[Case], Written]) 
 
 
 def test_answers_in_16_bits(case: Case, write: Callable[[Case], Written]) -> None:
-    """Codes are not farther off than rounded numbers. The median, as a token whose experts are others
-    is farther off in either.
+    """Codes are not farther off than rounded numbers. The median: a token is farther off in either
+    where its experts are others.
     """
     path, numbers = write(case)
     ours, rounded = (distances(each, numbers, "bfloat16").median() for each in (path, numbers))
