@@ -96,8 +96,8 @@ def size_of_terms(name: str, weight: CodedWeight, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_product_has_the_bits_of_one_of_numbers(packer, name):
-    """Which is exact to float32 sums, whatever the number of rows and where a row lies. If codes are
-    summed, the weights are those of the file, which nothing rounds.
+    """Which is exact to float32 sums, whatever the number of rows and where a row lies. Where codes
+    are summed, the weights are those of the file, which nothing rounds.
     """
     for outputs, inputs in SHAPES:
         weight = random_weight(name, outputs, inputs, packer.dtype)
