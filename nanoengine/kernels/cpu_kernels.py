@@ -21,7 +21,7 @@ from nanoengine.context import ForwardContext, KVChunk, KVTarget, RecurrentState
 from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import SOURCE, load_library
 from nanoengine.kernels.call_tape import CallTape, CFunction
-from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.delta_net import DeltaNet, KimiNet
 from nanoengine.models.draw import Draws, likeliest
 from nanoengine.models.mamba import MambaNet
 from nanoengine.models.rules import RecurrentNet
@@ -39,7 +39,7 @@ _CANDIDATE_BYTES = 16
 MOST_SORTED = 256  # tokens of a row that are put in order one after the other
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
-_RULES = (MambaNet, DeltaNet, ShortConvNet)  # as numbered in cpu_delta.h
+_RULES = (MambaNet, DeltaNet, ShortConvNet, KimiNet)  # as numbered in cpu_delta.h
 # Of the nets of these, in the order of delta_args.
 _OF_NETS = ("conv", "decay", "dt_bias", "norm", "conv_bias", "skip")
 

@@ -20,7 +20,7 @@ from nanoengine.config.model import (
 )
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
-from nanoengine.models.delta_net import flat_projections
+from nanoengine.models.delta_net import KimiNet, flat_projections
 from nanoengine.models.expert_layer import make_mixture
 from nanoengine.models.experts import ExpertWeights, Map, MixtureWeights, RouterWeights
 from nanoengine.models.latent import LATENT_NORM_EPS, absorbed, head_rows, latent_rows
@@ -28,6 +28,7 @@ from nanoengine.models.layer_ops import MLP, Embed, LayerOps, Norm, Product, Til
 from nanoengine.models.layers import (
     Attention,
     InputGate,
+    KimiLayer,
     LatentAttention,
     LayerInputs,
     RecurrentLayer,
@@ -36,7 +37,7 @@ from nanoengine.models.layers import (
 from nanoengine.models.mamba import flat_rows
 from nanoengine.models.mtp import MtpParts
 from nanoengine.models.rope import head_order
-from nanoengine.models.rules import make_net
+from nanoengine.models.rules import RecurrentNet, make_net
 from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
 from nanoengine.models.ungated import XIELU_SHAPES, Xielu, relu2
 from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
@@ -266,9 +267,17 @@ class LayerBuilder:
         )
         return (
             self._ops.linear(self._projections(prefix, shape), bias, norm),
-            RecurrentLayer(self._ops, shape.layers.index(index), net),
+            self._rule(prefix, shape.layers.index(index), net),
             self._ops.summand(self._source(prefix + "out_proj.weight"), out_bias, tiles),
         )
+
+    def _rule(self, prefix: str, among: int, net: RecurrentNet) -> RecurrentLayer:
+        if not isinstance(net, KimiNet):
+            return RecurrentLayer(self._ops, among, net)
+        decays, gate = (
+            self._ops.linear(self._source(f"{prefix}{name}_b_proj.weight")) for name in "fg"
+        )
+        return KimiLayer(self._ops, among, net, decays, gate)
 
     def _projections(self, prefix: str, shape: AnyRecurrent) -> Weight:
         names = self._architecture.recurrent

@@ -64,6 +64,8 @@ from transformers import (
     HunYuanDenseV1ForCausalLM,
     HunYuanMoEV1Config,
     HunYuanMoEV1ForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -592,6 +594,30 @@ TINY: dict[str, TinyModel] = {
             "tie_word_embeddings": True,
         },
         seed=62,
+    ),
+    # A decay for each channel of a head of odd size; latent attention that does not turn; experts
+    # in groups behind a dense layer.
+    "kimi-linear": TinyModel(
+        KimiLinearConfig,
+        KimiLinearForCausalLM,
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 20,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 24,
+            "v_head_dim": 20,
+            "num_key_value_heads": 4,
+            "num_local_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "pad_token_id": None,
+        },
+        seed=111,
     ),
     # Short convolutions with biases and of another size; a feed-forward of two thirds, rounded up.
     "lfm2": TinyModel(

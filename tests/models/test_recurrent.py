@@ -33,6 +33,8 @@ from nanoengine.models.rules import RecurrentNet, recurrence
 from nanoengine.models.short_conv import ShortConvNet
 from nanoengine.startup import memory_plan
 
+WITH_STATES = ["qwen3.5", "nemotron-h", "granite-hybrid", "lfm2", "kimi-linear"]
+
 
 def rules(kernels: CpuKernels) -> dict[str, Rule]:
     def in_c(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:
@@ -135,7 +137,7 @@ def some_prompts() -> list[list[int]]:
     return [[rng.randrange(256) for _ in range(length)] for length in (40, 3, 17, 64, 9)]
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "granite-hybrid", "lfm2"])
+@pytest.mark.parametrize("name", WITH_STATES)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -167,7 +169,8 @@ def test_states_follow_their_requests(
     "mode", [pytest.param("resident", marks=pytest.mark.breadth), "in_place", "stream"]
 )
 @pytest.mark.parametrize(
-    "name", ["qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "granite-hybrid", "lfm2-moe"]
+    "name",
+    ["qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "granite-hybrid", "lfm2-moe", "kimi-linear"],
 )
 def test_experts_or_nothing_behind_recurrent_layers(
     tiny: Callable[[str], Path], name: str, mode: str
@@ -202,7 +205,7 @@ def test_texts_that_part_leave_a_snapshot_there(tiny: Callable[[str], Path]) -> 
     assert_greedy(path, [turn], [last], 16)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "granite-hybrid", "lfm2"])
+@pytest.mark.parametrize("name", WITH_STATES)
 def test_a_turn_goes_on_where_guesses_ended(tiny: Callable[[str], Path], name: str) -> None:
     """Right and wrong guesses are made, and still the state at the end of each block is kept."""
     path, prompts = tiny(name), [([5, 16, 27] * 8)[:length] for length in range(14, 22)]
