@@ -93,7 +93,10 @@ def read_kimi(content: CheckedJson, num_layers: int) -> RecurrentConfig | None:
 
 
 def kimi_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[str, Part]]:
-    """Where tensors lie that `weight_shapes` has other names for, but those of experts."""
+    """Where tensors lie that `weight_shapes` has other names for, but those of experts.
+
+    In transformers 5 one tensor has the three convolutions, and a part of the layer its decays.
+    """
     if not ARCHITECTURES[model.architecture].kimi:
         return
     for name in names:
@@ -101,10 +104,17 @@ def kimi_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[str, 
         if not match:
             continue
         layer, index, block, rest = match.groups()
-        part, dot, end = rest.partition(".")
+        part, dot, end = rest.removeprefix("forget_gate.").partition(".")
         if block == "block_sparse_moe":
             if part not in ("experts", "gate"):  # transformers saves a dense one there, too
                 yield f"{layer}mlp.{rest}", Part(name)
-        elif int(index) in model.recurrent_layers and part in _PARTS:
+        elif int(index) not in model.recurrent_layers:
+            continue
+        elif part == "conv1d" and isinstance(model.recurrent, RecurrentConfig):
+            q, k = model.recurrent.key_size, 2 * model.recurrent.key_size
+            for kind, first, last in (("q", 0, q), ("k", q, k), ("v", k, None)):
+                rows = Part(name, rows=(first, last, 1))
+                yield f"{layer}linear_attn.{kind}_conv1d.{end}", rows
+        elif part in _PARTS:
             is_flat = part == "A_log"  # it has three dimensions of 1
             yield f"{layer}linear_attn.{_PARTS[part]}{dot}{end}", Part(name, is_flat=is_flat)

@@ -619,6 +619,29 @@ TINY: dict[str, TinyModel] = {
         },
         seed=111,
     ),
+    # The first layer with attention, whose queries come from a vector of their own; no experts. One
+    # tensor for three convolutions, as transformers 5 holds them.
+    "kimi-linear-dense": TinyModel(
+        KimiLinearConfig,
+        KimiLinearForCausalLM,
+        {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mlp_layer_types": ["dense"] * 3,
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            "linear_conv_kernel_dim": 3,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 40,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 24,
+            "v_head_dim": 20,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "pad_token_id": None,
+        },
+        seed=112,
+        saved_as={"save_original_format": False},
+    ),
     # Short convolutions with biases and of another size; a feed-forward of two thirds, rounded up.
     "lfm2": TinyModel(
         Lfm2Config,
