@@ -171,6 +171,7 @@ def test_ids_equal_llama_cpp_under_other_word_patterns(smollm2: Path, pre: str) 
 ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LETTER, ANY, SMALL = r"[^\r\n\p{L}\p{N}]?", r"\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+NO_HAN = r"(?:(?!\p{Han})"
 PATTERNS = {
     "deepseek-llm": (
         r"[\r\n]",
@@ -190,6 +191,11 @@ PATTERNS = {
     "gpt-4o": rf"{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]*[{SMALL}]+{ENDINGS}?"
     rf"|{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]+[{SMALL}]*{ENDINGS}?"
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}",
+    # Written with && there.
+    "kimi-k2": r"[\p{Han}]+"
+    rf"|{LETTER}{NO_HAN}[\p{{Lu}}\p{{Lt}}{ANY}])*{NO_HAN}[{SMALL}])+{ENDINGS}?"
+    rf"|{LETTER}{NO_HAN}[\p{{Lu}}\p{{Lt}}{ANY}])+{NO_HAN}[{SMALL}])*{ENDINGS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}",
     "olmo": "'s|'t|'re|'ve|'m|'ll|'d"
     r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "qwen35": PRETOKENIZE_REGEX,

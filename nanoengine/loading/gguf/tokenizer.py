@@ -86,6 +86,13 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
     "llama-bpe": (_CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,),
     "gpt-4o": (_OF_ONE_CASE + _CONTRACTION + r"?|\p{N}{1,3}" + _REST_WITH_SLASHES,),
     "seed-coder": (_CONTRACTION + _LETTERS + r"\p{N}" + _REST.replace(r"[\r\n]*", "", 1),),
+    "kimi-k2": (
+        r"\p{Han}+|"
+        + _OF_ONE_CASE.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
+        + _CONTRACTION
+        + r"?|\p{N}{1,3}"
+        + _REST,
+    ),
     "tekken": (_OF_ONE_CASE + r"|\p{N}" + _REST_WITH_SLASHES,),
     "deepseek-llm": (
         r"[\r\n]",
