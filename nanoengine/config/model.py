@@ -73,8 +73,9 @@ class LatentConfig:
 @dataclass(frozen=True, slots=True)
 class RecurrentConfig:
     """`layers` with a recurrent rule instead of attention: "delta", the gated delta rule (arXiv
-    2412.06464), or "mamba", Mamba-2's (arXiv 2405.21060), whose C, B and x are queries, keys and
-    values here. A key head serves neighbouring value heads. conv_size: tokens that the convolution
+    2412.06464); "kimi", Kimi Delta Attention (arXiv 2510.26692), where each channel of a key has a
+    decay; or "mamba", Mamba-2's (arXiv 2405.21060), whose C, B and x are queries, keys and values
+    here. A key head serves neighbouring value heads. conv_size: tokens that the convolution
     before the rule sees.
     out_tiles: the inputs of the output projection are so many tiles, the first with the first value
     head of every key head, the second with the second; 1: value heads are in order. Of Mamba-2:
@@ -95,11 +96,16 @@ class RecurrentConfig:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of a token that a layer takes: q, k and v; the gate z; of each head as many as
-        the rule has.
+        """Numbers of a token that a rule takes: q, k and v; the gate z; of each head b, but of
+        Mamba-2, and what its decays come from.
         """
-        gates = {"delta": 2, "mamba": 1}[self.rule]
-        return [self.channels, self.value_size, *[self.num_value_heads] * gates]
+        shares = [] if self.rule == "mamba" else [self.num_value_heads]
+        return [self.channels, self.value_size, *shares, self.num_decays]
+
+    @property
+    def num_decays(self) -> int:
+        """Of a token."""
+        return self.num_value_heads * (self.key_dim if self.rule == "kimi" else 1)
 
     @property
     def value_size(self) -> int:
@@ -107,9 +113,14 @@ class RecurrentConfig:
         return self.num_value_heads * self.value_dim
 
     @property
+    def key_size(self) -> int:
+        """Numbers of q, and of k, of a token."""
+        return self.num_key_heads * self.key_dim
+
+    @property
     def channels(self) -> int:
         """Numbers of a token that are convolved: q, k and v."""
-        return 2 * self.num_key_heads * self.key_dim + self.value_size
+        return 2 * self.key_size + self.value_size
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -8,11 +8,12 @@
 enum { STRIPE = 4 }; /* vectors of columns */
 enum { TOKENS = 16 }; /* whose q and k are kept */
 enum { AFTER_GATE, BEFORE_GATE, NO_NORM }; /* Mamba-2's norm, as in models/mamba.py */
-enum { MAMBA, DELTA, SHORT_CONV }; /* rules: Mamba-2's, the gated delta rule, LFM2's convolution alone */
+enum { MAMBA, DELTA, SHORT_CONV, KIMI }; /* rules: Mamba-2's, the gated delta rule, LFM2's convolution alone,
+                                         * the delta rule with a decay of each channel of a key */
 
 typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step; strides in elements */
-    /* [tokens, channels + values + 2 * heads]: q, k, v; z; b; a, or dt of Mamba-2. Of a short convolution
-     * [tokens, 3 * channels]: B, C, x. */
+    /* [tokens, channels + values + 2 * heads]: q, k, v; z; b; a, or dt of Mamba-2. Of KIMI a is [heads,
+     * key_dim], as dt_bias then is. Of a short convolution [tokens, 3 * channels]: B, C, x. */
     const void *x;
     const float *conv, *decay, *dt_bias, *norm;
     void *inputs; /* [slots, conv_size - 1, channels] */
@@ -82,14 +83,28 @@ INLINE void unit(const float *x, float *out, int64_t dim, float scale) {
 INLINE float sigmoid(float x, int mode) { return rounded(splat(1.0f / (1.0f + expf(-x))), mode)[0]; }
 INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-/* One token in `vecs` vectors of columns, of the last of which n count: s decays, learns, and is read. */
+/* decay * softplus(a + bias) as a power of e, for each channel of a key. With e = e^-|x| softplus is
+ * max(x, 0) + log(1 + e), and that logarithm 2 artanh(e / (2 + e)), a series. */
+INLINE void decays_of(const char *a, const float *bias, float decay, float *out, int64_t dim, int mode) {
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf x = LOAD(a, d, mode) + LOAD(bias, d, F32);
+        const vf e = exp2v(pick(x > 0.0f, -x, x) * LOG2E), y = e / (e + 2.0f), square = y * y;
+        vf sum = splat(1.0f / 17);
+        for (int odd = 15; odd > 0; odd -= 2) sum = fused(sum, square, splat(1.0f / odd));
+        STORE(out, d, exp2v(fused(2.0f * y, sum, vmax(splat(0.0f), x)) * (decay * LOG2E)), F32);
+    }
+}
+
+/* One token in `vecs` vectors of columns, of the last of which n count: s decays, learns, and is read.
+ * decay: one number, or one of each row of s. */
 INLINE void step_columns(float *s, int64_t stride, const float *k, const float *q, int64_t dim, float *v,
-                         float decay, float beta, int vecs, int n) {
+                         const float *decay, float beta, const int by_row, int vecs, int n) {
     vf said[STRIPE] = {{0}}, change[STRIPE], read[STRIPE] = {{0}};
+    const float of_all = *decay;
     for (int64_t i = 0; i < dim; i++)
         UNROLL for (int c = 0; c < vecs; c++) {
             float *at = s + i * stride + c * LANES;
-            const vf x = load_f32(at, n, F32) * decay;
+            const vf x = load_f32(at, n, F32) * (by_row ? decay[i] : of_all);
             store_n(at, x, n, F32);
             said[c] = fused(x, splat(k[i]), said[c]);
         }
@@ -120,7 +135,7 @@ INLINE void learn_columns(float *s, int64_t stride, const float *k, const float 
 }
 
 typedef struct { /* up to TOKENS tokens of a head, and a stripe of its matrix */
-    float *q, *k, *x, *stripe, decay[TOKENS], beta[TOKENS];
+    float *q, *k, *x, *stripe, *decay, beta[TOKENS]; /* decay: of each token one, or one of each channel of k */
 } head_t;
 
 /* `count` tokens from `first` on in columns [d, d + n): in a copy of the stripe if there are many. */
@@ -135,13 +150,17 @@ INLINE void step_stripe(const delta_args *a, const head_t *h, float *s, float *v
     for (int64_t t = 0; t < count; t++) {
         float *column = v + t * channels_of(a);
         const float *k = h->k + t * dim, *q = h->q + t * dim;
-        if (a->rule == DELTA) step_columns(at, stride, k, q, dim, column, h->decay[t], h->beta[t], vecs, n);
+        if (a->rule == DELTA)
+            step_columns(at, stride, k, q, dim, column, h->decay + t, h->beta[t], 0, vecs, n);
+        else if (a->rule == KIMI)
+            step_columns(at, stride, k, q, dim, column, h->decay + t * dim, h->beta[t], 1, vecs, n);
         else learn_columns(at, stride, k, q, dim, column, h->decay[t], h->beta[t], vecs, n);
     }
     if (copied)
         for (int64_t i = 0; i < dim; i++) memcpy(s + i * a->value_dim, at + i * width, 4 * width);
 }
 
+/* Of the delta rule, which rounds in between and has a gate of silu, and of KIMI, with a sigmoid. */
 INLINE void norm_head(const delta_args *a, int64_t token, int64_t head, const float *x, int mode) {
     const int64_t dim = a->value_dim, place = head * dim;
     const char *z = AT(a->x, token * a->x_token + channels_of(a) + place, mode);
@@ -153,8 +172,13 @@ INLINE void norm_head(const delta_args *a, int64_t token, int64_t head, const fl
     }
     const float scale = 1.0f / sqrtf(sum_lanes(squares) / dim + (float)a->eps);
     for (int64_t d = 0; d < dim; d += LANES) {
-        const vf normed = rounded(rounded(LOAD(x, d, F32), mode) * scale, mode);
-        STORE(out, d, rounded(normed * LOAD(a->norm, d, F32), mode) * silu(LOAD(z, d, mode)), mode);
+        const vf wide = rounded(LOAD(x, d, F32), mode) * scale, gate = LOAD(z, d, mode);
+        if (a->rule == KIMI) {
+            STORE(out, d, times_sigmoid(wide * LOAD(a->norm, d, F32), gate), mode);
+            continue;
+        }
+        const vf normed = rounded(wide, mode);
+        STORE(out, d, rounded(normed * LOAD(a->norm, d, F32), mode) * silu(gate), mode);
     }
 }
 
@@ -218,6 +242,12 @@ INLINE void delta_head(const delta_args *a, const run_t *r, int64_t head, head_t
             unit(mixed + key, h->q + t * a->key_dim, a->key_dim, 1.0f / sqrtf(a->key_dim));
             unit(mixed + key_size(a) + key, h->k + t * a->key_dim, a->key_dim, 1.0f);
             h->beta[t] = sigmoid(load_f32(AT(ba, head, mode), 1, mode)[0], mode);
+            if (a->rule == KIMI) {
+                const int64_t at = head * a->key_dim;
+                decays_of(AT(ba, a->heads + at, mode), a->dt_bias + at, a->decay[head],
+                          h->decay + t * a->key_dim, a->key_dim, mode);
+                continue;
+            }
             const float rate = load_f32(AT(ba, a->heads + head, mode), 1, mode)[0] + a->dt_bias[head];
             h->decay[t] = expf(a->decay[head] * softplus(rate));
         }
@@ -228,8 +258,8 @@ INLINE void delta_head(const delta_args *a, const run_t *r, int64_t head, head_t
         for (; d < a->value_dim; d += LANES)
             step_stripe(a, h, s + d, v + d, count, 1, min64(a->value_dim - d, LANES));
         for (int64_t t = 0; t < count; t++)
-            if (a->rule == DELTA) norm_head(a, first + t, head, v + t * all, mode);
-            else add_skip(v + t * all, h->x + t * a->value_dim, a->skip[head], a->value_dim);
+            if (a->rule == MAMBA) add_skip(v + t * all, h->x + t * a->value_dim, a->skip[head], a->value_dim);
+            else norm_head(a, first + t, head, v + t * all, mode);
     }
 }
 
@@ -259,7 +289,7 @@ int gated_delta(const delta_args *a) {
     const int64_t keys = TOKENS * a->key_dim;
     const int64_t work = a->tokens * a->heads * a->key_dim * a->value_dim;
     const int team = work < 1 << 16 ? 1 : (int)a->threads;
-    const int64_t mine = ceil_div(2 * keys + STRIPE * LANES * a->key_dim + TOKENS * a->value_dim, 16) * 16;
+    const int64_t mine = ceil_div(3 * keys + STRIPE * LANES * a->key_dim + TOKENS * a->value_dim, 16) * 16;
     float *scratch = aligned_alloc(64, 4 * mine * team);
     if (!scratch) return -1;
 #pragma omp parallel num_threads(team)
@@ -268,7 +298,8 @@ int gated_delta(const delta_args *a) {
         float *own = scratch + omp_get_thread_num() * mine;
         head_t h = {.stripe = own, .q = own + STRIPE * LANES * a->key_dim};
         h.k = h.q + keys;
-        h.x = h.k + keys;
+        h.decay = h.k + keys;
+        h.x = h.decay + keys;
         convolve_all(a);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < a->sequences * a->heads; i++) {

@@ -21,7 +21,7 @@ from nanoengine.context import ForwardContext, KVChunk, KVTarget, RecurrentState
 from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import SOURCE, load_library
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.delta_net import DeltaNet, KimiNet
 from nanoengine.models.draw import Draws, likeliest
 from nanoengine.models.mamba import NORMS, MambaNet
 from nanoengine.models.rules import RecurrentNet
@@ -41,7 +41,7 @@ _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
 # What gates go through, by the names of torch_ops.GATED, as in cpu_vectors.h.
 ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3, "relu2": 4}
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
-_RULES = (MambaNet, DeltaNet, ShortConvNet)  # as numbered in cpu_delta.h
+_RULES = (MambaNet, DeltaNet, ShortConvNet, KimiNet)  # as numbered in cpu_delta.h
 # Of the nets of these, in the order of delta_args.
 _OF_NETS = ("conv", "decay", "dt_bias", "norm", "conv_bias", "skip")
 

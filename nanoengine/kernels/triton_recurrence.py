@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoengine.config.model import RecurrentConfig
 from nanoengine.context import ForwardContext, RecurrentState
-from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.delta_net import DeltaNet, KimiNet
 from nanoengine.models.mamba import MambaNet
 from nanoengine.models.rules import RecurrentNet
 from nanoengine.models.short_conv import ShortConvNet, short_conv
@@ -78,20 +78,25 @@ def _softplus(x):
 
 @triton.jit
 def _gates(
-    ends, token, head, decay, dt_bias, gates, step_by, HEADS: tl.constexpr, IS_DELTA: tl.constexpr
+    ends, token, head, d, decay, dt_bias, gates, step_by,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, IS_DELTA: tl.constexpr, IS_KIMI: tl.constexpr,
 ):  # fmt: skip
-    """How a head's matrix decays at this token, and the share of v that it learns."""
-    bias = tl.load(dt_bias + head)
+    """How a head's matrix decays at this token, or each of its rows, and the share of v that it
+    learns.
+    """
+    DECAYS: tl.constexpr = HEADS * KEY_DIM if IS_KIMI else HEADS
+    at = head * KEY_DIM + d if IS_KIMI else head
+    mask = d < KEY_DIM if IS_KIMI else None
+    bias = tl.load(dt_bias + at, mask=mask)
+    projected = tl.load(ends + HEADS * IS_DELTA + at, mask=mask).to(tl.float32)
+    rate = _softplus(projected * step_by + bias)
+    share = rate
     if IS_DELTA:
         b = tl.load(ends + head)
-        rate = _softplus(tl.load(ends + HEADS + head).to(tl.float32) + bias)
         share = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)
-    else:
-        rate = _softplus(tl.load(ends + head).to(tl.float32) * step_by + bias)
-        share = rate
-    to = gates + token.to(tl.int64) * (2 * HEADS) + head
-    tl.store(to, tl.exp(tl.load(decay + head) * rate))
-    tl.store(to + HEADS, share)
+    to = gates + token.to(tl.int64) * (DECAYS + HEADS)
+    tl.store(to + at, tl.exp(tl.load(decay + head) * rate), mask=mask)
+    tl.store(to + DECAYS + head, share)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -119,6 +124,7 @@ def mix(
     CONV_PAD: tl.constexpr,
     PAD: tl.constexpr,
     IS_DELTA: tl.constexpr,
+    IS_KIMI: tl.constexpr,
 ):
     """One token in one head: of q, of k, or of v with its gates."""
     token, part = tl.program_id(0), tl.program_id(1)
@@ -151,7 +157,9 @@ def mix(
     tl.store(mixed + token.to(tl.int64) * CHANNELS + at, y, mask=mask)
     if is_value:
         ends = x + token.to(tl.int64) * x_token + CHANNELS + HEADS * VALUE_DIM
-        _gates(ends, token, head, decay, dt_bias, gates, step_by, HEADS, IS_DELTA)
+        _gates(
+            ends, token, head, d, decay, dt_bias, gates, step_by, HEADS, KEY_DIM, IS_DELTA, IS_KIMI
+        )  # fmt: skip
 
 
 @triton.jit
@@ -191,6 +199,7 @@ def scan(
     BLOCK: tl.constexpr,
     SHARE: tl.constexpr,
     IS_DELTA: tl.constexpr,
+    IS_KIMI: tl.constexpr,
 ):
     """All tokens of a sequence in a block of columns of a head's matrix: what it gives takes the
     place of v. And SHARE channels of the inputs that the next step needs.
@@ -213,13 +222,17 @@ def scan(
     rows = mixed + first.to(tl.int64) * CHANNELS
     q_at = rows + head // (HEADS // KEY_HEADS) * KEY_DIM + d
     v_at = rows + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
-    gates_at = gates + first.to(tl.int64) * (2 * HEADS) + head
+    DECAYS: tl.constexpr = HEADS * KEY_DIM if IS_KIMI else HEADS
+    gates_at = gates + first.to(tl.int64) * (DECAYS + HEADS)
     for _ in tl.range(first, stop, num_stages=4):
         q = tl.load(q_at, mask=is_key, other=0.0)[:, None]
         k = tl.load(q_at + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0)[:, None]
         v = tl.load(v_at, mask=is_column, other=0.0)
-        by = tl.load(gates_at + HEADS)
-        state = state * tl.load(gates_at)
+        by = tl.load(gates_at + DECAYS + head)
+        if IS_KIMI:
+            state *= tl.load(gates_at + head * KEY_DIM + d, mask=is_key, other=0.0)[:, None]
+        else:
+            state *= tl.load(gates_at + head)
         learnt = (v - tl.sum(state * k, 0)) * by if IS_DELTA else v * by
         state += k * learnt[None, :]
         read = tl.sum(state * q, 0)
@@ -228,7 +241,7 @@ def scan(
         tl.store(v_at, read, mask=is_column)
         q_at += CHANNELS
         v_at += CHANNELS
-        gates_at += 2 * HEADS
+        gates_at += DECAYS + HEADS
     is_written = (d < tl.where(is_kept, KEY_DIM, 0))[:, None] & is_column[None, :]
     tl.store(state_at, state, mask=is_written)
 
@@ -248,9 +261,10 @@ def gated_norm(
     SIZE: tl.constexpr,
     PAD: tl.constexpr,
     IS_DELTA: tl.constexpr,
+    IS_KIMI: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """One token in one head of the delta rule, or in the heads of one key head of Mamba-2, whose
+    """One token in one head of a delta rule, or in the heads of one key head of Mamba-2, whose
     norm is one of NORMS. x holds the gates, `mixed` what the heads give, from column FIRST on.
     """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -258,7 +272,7 @@ def gated_norm(
     mask, at = d < SIZE, group * SIZE + d
     gate = tl.load(x + token * x_token + CHANNELS + at, mask=mask, other=0.0).to(tl.float32)
     gate *= gate_by
-    gate = gate / (1.0 + tl.exp(-gate))
+    gate = (1.0 if IS_KIMI else gate) / (1.0 + tl.exp(-gate))
     wide = tl.load(mixed + token * CHANNELS + FIRST + at, mask=mask, other=0.0)
     dtype = out.dtype.element_ty
     if IS_DELTA:
@@ -270,7 +284,9 @@ def gated_norm(
     normed = wide
     if NORM != "none":
         normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
-    if IS_DELTA:
+    if IS_KIMI:
+        result = normed * weights * gate
+    elif IS_DELTA:
         weighted = (weights * normed.to(dtype).to(tl.float32)).to(dtype)
         result = weighted.to(tl.float32) * gate
     else:
@@ -289,33 +305,34 @@ def recurrence(
     if isinstance(net, ShortConvNet):
         out.copy_(short_conv(x, net, state, ctx))
         return
-    shape, is_delta = net.shape, isinstance(net, DeltaNet)
+    shape, is_delta, is_kimi = net.shape, isinstance(net, DeltaNet), isinstance(net, KimiNet)
     bias, skip, gate_by, step_by = None, None, 1.0, 1.0
     if isinstance(net, MambaNet):
         bias, skip, gate_by, step_by = net.conv_bias, net.skip, net.gate_by, net.step_by
     heads = shape.num_key_heads, shape.num_value_heads, shape.key_dim, shape.value_dim
     tokens, num_seqs, pad = len(x), len(ctx.kv_lens), triton.next_power_of_2
     mixed = x.new_empty(tokens, shape.channels, dtype=torch.float32)
-    gates = x.new_empty(tokens, 2, shape.num_value_heads, dtype=torch.float32)
+    num_gates = shape.num_decays + shape.num_value_heads
+    gates = x.new_empty(tokens, num_gates, dtype=torch.float32)
     step = state.slots, ctx.query_start, ctx.kv_lens
     widest = pad(max(shape.key_dim, shape.value_dim))
     mix[(tokens, 2 * shape.num_key_heads + shape.num_value_heads)](
         x, net.conv, bias, net.decay, net.dt_bias, state.inputs, *step, mixed, gates,
         num_seqs, x.stride(0), shape.key_dim**-0.5, step_by, *heads, shape.conv_size,
-        pad(shape.conv_size), widest, is_delta, num_warps=1,
+        pad(shape.conv_size), widest, is_delta, is_kimi, num_warps=1,
     )  # fmt: skip
     block, blocks = blocks_of(shape)
     share = pad(triton.cdiv(shape.channels, blocks * shape.num_value_heads))
     kept = shape.conv_size - 1
     scan[(blocks, shape.num_value_heads, num_seqs)](
         x, state.inputs, state.memory, *step, mixed, gates, skip, x.stride(0),
-        *heads, kept, pad(shape.key_dim), pad(kept), block, share, is_delta, num_warps=1,
+        *heads, kept, pad(shape.key_dim), pad(kept), block, share, is_delta, is_kimi, num_warps=1,
     )  # fmt: skip
     groups = shape.num_value_heads if is_delta else shape.num_key_heads
     size = shape.value_size // groups
     gated_norm[(tokens, groups)](
         x, mixed, net.norm, out, net.eps, gate_by, x.stride(0), shape.channels - shape.value_size,
-        shape.channels, groups, size, pad(size), is_delta, shape.norm,
+        shape.channels, groups, size, pad(size), is_delta, is_kimi, shape.norm,
         num_warps=min(16, max(1, pad(size) // 256)),
     )  # fmt: skip
 

@@ -70,6 +70,7 @@ class Part:
 
     rows: (first, last, step), as slice takes them.
     is_turned: the entry is [columns, rows]. scales: the tensor with those of an entry in MXFP4.
+    is_flat: it is all of one dimension, whatever the stored one has.
     """
 
     stored: str
@@ -77,6 +78,7 @@ class Part:
     rows: Rows = ALL_ROWS
     is_turned: bool = False
     scales: str = ""
+    is_flat: bool = False
 
 
 class CheckpointReader:
@@ -170,6 +172,8 @@ class CheckpointReader:
         """Shape of a tensor, read from the header only; of codes, that of their numbers."""
         part = self._parts[name]
         shape = tuple(self._slice(part.stored).get_shape())
+        if part.is_flat:
+            return (math.prod(shape),)
         if part.index is None and (part.rows == ALL_ROWS or not shape):
             if not self.code_format(name) or len(shape) != 2:
                 return shape
@@ -243,6 +247,8 @@ class CheckpointReader:
 
     def _read(self, part: Part, stored: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[self._file_of[stored]].get_tensor(stored)
+        if part.is_flat:
+            return tensor.flatten()
         if part.index is None:
             return tensor if part.rows == ALL_ROWS else tensor[slice(*part.rows)]
         entry, rows = tensor[part.index], slice(*part.rows)

@@ -22,6 +22,7 @@ from nanoengine.loading.checkpoint import CheckpointReader, Part, check_names, i
 from nanoengine.loading.experts_json import PACKED_EXPERTS, Listing, about_packed, expert_parts
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.fp8 import Fp8Reader, fp8_block
+from nanoengine.loading.kimi import kimi_parts
 from nanoengine.loading.mixers import mixer_parts
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.mtp_names import check_has_mtp, mtp_parts, with_mtp
@@ -184,6 +185,7 @@ def rename_tensors(config: ModelConfig, reader: Listing) -> dict[str, Part]:
     reader.rename(mtp_parts(config, reader.names()))
     reader.rename(mixer_parts(config, reader.names()))
     reader.rename(dict(short_conv_parts(config, reader.names())))
+    reader.rename(dict(kimi_parts(config, reader.names())))
     parts = expert_parts(config, reader)
     reader.rename(parts)
     return parts

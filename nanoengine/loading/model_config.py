@@ -24,6 +24,7 @@ from nanoengine.errors import (
 )
 from nanoengine.loading.experts_json import read_experts
 from nanoengine.loading.fp8 import GROUP, fp8_block
+from nanoengine.loading.kimi import read_kimi, with_usual_keys
 from nanoengine.loading.latent_json import latent_scalar, read_latent
 from nanoengine.loading.layer_kinds import (
     FULL,
@@ -143,6 +144,8 @@ def _complete(content: CheckedJson, architecture: Architecture) -> None:
     content.fill(architecture.defaults)
     if architecture.short_convs:
         with_newer_keys(content)
+    if architecture.kimi:
+        with_usual_keys(content)
     _refuse_settings(content, architecture)
 
 
@@ -261,12 +264,12 @@ def _softcap(content: CheckedJson, reads: Collection[str]) -> float | None:
 def _no_rope_layers(
     content: CheckedJson, architecture: Architecture, windows: Sequence[int | None]
 ) -> tuple[int, ...]:
-    """Layers without RoPE. Nemotron-H's: all, and Granite 4's, but for Micro. SmolLM3's: zeros in a
-    list, or the last layer of each interval.
+    """Layers without RoPE. Nemotron-H's and Kimi's: all, and Granite 4's, but for Micro. SmolLM3's:
+    zeros in a list, or the last layer of each interval.
     """
     num_layers = len(windows)
     has_none = architecture.mixers and content.get("position_embedding_type") != "rope"
-    if architecture.pattern or has_none:
+    if architecture.pattern or architecture.kimi or has_none:
         return tuple(range(num_layers))
     if architecture.ropes_in_windows and content.get("sliding_window") is not None:
         return tuple(i for i, window in enumerate(windows) if window is None)
@@ -291,6 +294,8 @@ def _recurrent(
     """The recurrent layers; None if all have attention."""
     if architecture.short_convs:
         return read_short_convs(content, num_layers)
+    if architecture.kimi:
+        return read_kimi(content, num_layers)
     if mixers:
         return read_mamba(content, mixers, architecture)
     if not architecture.recurrent:

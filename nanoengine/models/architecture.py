@@ -93,8 +93,9 @@ class Architecture:
     says which ones. pattern: a checkpoint's layers are a mixer (Mamba-2's or attention) or a
     feed-forward each, by `hybrid_override_pattern`; see loading/mixers.py. mixers: each is such a
     mixer, by `layer_types`, and a feed-forward. both_mixers: each is a Mamba-2 mixer, attention
-    beside it and a feed-forward. short_convs: some layers have a gated short
-    convolution, see loading/short_convs.py.
+    beside it and a feed-forward. short_convs: some layers have a gated short convolution, see
+    loading/short_convs.py. kimi: the rule of `recurrent` is Kimi's, and no layer turns; see
+    loading/kimi.py.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
     ropes_in_windows: where config.json has a window, layers without one do not rotate.
@@ -137,6 +138,7 @@ class Architecture:
     mixers: bool = False
     both_mixers: bool = False
     short_convs: bool = False
+    kimi: bool = False
     windows: str = ""
     ropes_in_windows: bool = False
     ropes_by_kind: bool = False

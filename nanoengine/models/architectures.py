@@ -23,6 +23,7 @@ from nanoengine.models.families import (
     HYBRID,
     HYBRID_EXPERTS,
     HYBRID_ROW,
+    KIMI,
     LATENT,
     LATENT_DEFAULTS,
     LATENT_REQUIRES,
@@ -308,6 +309,7 @@ ARCHITECTURES = {
             top_k="moe_topk",
         ),
     ),
+    "KimiLinearForCausalLM": Architecture("Kimi Linear (48B-A3B)", **KIMI),
     "Lfm2ForCausalLM": Architecture(
         "LFM2 and LFM2.5 (350M to 2.6B)",
         **LFM2,

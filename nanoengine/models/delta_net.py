@@ -3,7 +3,8 @@
 A value head holds a matrix S. For each token: S decays by e^g, forgets beta of what it says of the
 key, and learns beta of the value there; the query reads it. transformers computes a prompt in
 chunks of 64 tokens, which is the same up to rounding. Here every token is a step of its own: so the
-bits of a row depend on its history alone, however that was cut into steps.
+bits of a row depend on its history alone, however that was cut into steps. In Kimi Delta Attention
+(arXiv 2510.26692) each row of S, a channel of the key, has a decay of its own.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ class DeltaNet:
     eps: float
 
 
+class KimiNet(DeltaNet):
+    """The same of Kimi Delta Attention. dt_bias is [value_heads x key_dim]."""
+
+    __slots__ = ()
+
+
 def flat_projections(stored: Mapping[str, Tensor], shape: RecurrentConfig) -> list[Tensor]:
     """The rows of a layer's projections in the order of RecurrentConfig.sizes.
 
@@ -57,7 +64,8 @@ def flat_projections(stored: Mapping[str, Tensor], shape: RecurrentConfig) -> li
 def gated_delta(x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:
     """[tokens, sum(shape.sizes)] -> [tokens, value_heads x value_dim]. Replaces the state.
 
-    Rounds where transformers does: after the convolution, silu, sigmoid, the rule and the norm.
+    Rounds where transformers does: after the convolution, silu, sigmoid, the rule and the norm; of
+    Kimi's norm the result alone.
     """
     shape, tokens = net.shape, len(x)
     mixed, z, b, a = x.split_with_sizes(shape.sizes, dim=1)
@@ -70,11 +78,12 @@ def gated_delta(x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardCon
     q, k = (each.repeat_interleave(group, dim=1) for each in (q * shape.key_dim**-0.5, k))
     v = v.view(tokens, -1, shape.value_dim)
     beta = b.sigmoid().float()
-    decay = (net.decay * functional.softplus(a.float() + net.dt_bias)).exp()
+    rates = functional.softplus(a.float() + net.dt_bias).view(tokens, shape.num_value_heads, -1)
+    decay = (net.decay[:, None] * rates).exp()
     read = torch.empty_like(v)
 
     def step(rows: Tensor, memory: Tensor) -> Tensor:
-        now = memory * decay[rows, :, None, None]
+        now = memory * decay[rows].unsqueeze(-1)
         key = k[rows].unsqueeze(-1)
         change = (v[rows] - (now * key).sum(-2)) * beta[rows].unsqueeze(-1)
         now = now + key * change.unsqueeze(-2)
@@ -91,8 +100,10 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _gated_norm(x: Tensor, gate: Tensor, net: DeltaNet) -> Tensor:
-    """RMSNorm of each head times silu of its gate."""
+    """RMSNorm of each head times silu, or Kimi's sigmoid, of its gate."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + net.eps)
+    if isinstance(net, KimiNet):
+        return (net.norm * normed * gate.float().sigmoid()).to(x.dtype)
     weighted = (net.norm * normed.to(x.dtype).float()).to(x.dtype)
     return (weighted * functional.silu(gate.float())).to(x.dtype)

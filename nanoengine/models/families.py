@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from nanoengine.models.architecture import ExpertNames, NormNames
@@ -209,6 +210,33 @@ LATENT_DEFAULTS: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
+}
+# Kimi Linear.
+KIMI: dict[str, Any] = {
+    "latent": True,
+    "kimi": True,
+    "recurrent": ("q", "k", "v", "b", "f_a", "g_a"),
+    "experts": replace(SCORES_BY_SIGMOID, block="block_sparse_moe", parts=("w1", "w3", "w2")),
+    "requires": LATENT_REQUIRES
+    | {"mla_use_nope": (None, True), "moe_router_activation_func": (None, "sigmoid")},
+    "own_code": ("modeling_kimi.KimiLinearModel", "modeling_kimi.KimiLinearForCausalLM"),
+    "defaults": LATENT_DEFAULTS
+    | {
+        "first_k_dense_replace": 1,
+        "linear_conv_kernel_dim": 4,
+        "linear_head_dim": 128,
+        "linear_num_heads": 32,
+        "max_position_embeddings": 1048576,
+        "moe_intermediate_size": 1024,
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 2.446,
+        "topk_group": 1,
+    },
 }
 # Of the scores, the embeddings, what is added to the residual stream, and (divided by) the logits.
 GRANITE_MULTIPLIERS = (

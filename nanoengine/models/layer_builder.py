@@ -20,7 +20,7 @@ from nanoengine.config.model import (
 )
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
-from nanoengine.models.delta_net import flat_projections
+from nanoengine.models.delta_net import KimiNet, flat_projections
 from nanoengine.models.expert_layer import make_mixture
 from nanoengine.models.experts import ExpertWeights, Map, MixtureWeights, RouterWeights
 from nanoengine.models.latent import LATENT_NORM_EPS, absorbed, head_rows, latent_rows
@@ -28,6 +28,7 @@ from nanoengine.models.layer_ops import MLP, Embed, LayerOps, Norm, Product, Til
 from nanoengine.models.layers import (
     Attention,
     InputGate,
+    KimiLayer,
     LatentAttention,
     LayerInputs,
     MixerBeside,
@@ -37,7 +38,7 @@ from nanoengine.models.layers import (
 from nanoengine.models.mamba import flat_rows
 from nanoengine.models.mtp import MtpParts
 from nanoengine.models.rope import head_order
-from nanoengine.models.rules import make_net
+from nanoengine.models.rules import RecurrentNet, make_net
 from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
 from nanoengine.models.ungated import XIELU_SHAPES, Xielu, relu2
 from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
@@ -286,15 +287,13 @@ class LayerBuilder:
         net = make_net(
             shape, lambda n: self._numbers(prefix + n), config.rms_norm_eps, config.multipliers
         )
+        rule = _rule(self._ops, shape.layers.index(index), net, lambda n: self._source(prefix + n))
         bias = self._bias(prefix, "in") if shape.has_bias else None
         if bias is not None and isinstance(shape, RecurrentConfig):
             bias = bias[flat_rows(torch.arange(len(bias)), shape).to(bias.device)]
         out_bias = self._bias(prefix, "out") if shape.has_out_bias else None
-        return (
-            Projection(self._projections(prefix, shape), bias),
-            RecurrentLayer(self._ops, shape.layers.index(index), net),
-            self._ops.summand(self._source(prefix + "out_proj.weight"), out_bias, tiles),
-        )
+        out = self._ops.summand(self._source(prefix + "out_proj.weight"), out_bias, tiles)
+        return Projection(self._projections(prefix, shape), bias), rule, out
 
     def _projections(self, prefix: str, shape: AnyRecurrent) -> Weight:
         names = self._architecture.recurrent
@@ -446,3 +445,11 @@ def _scaled(embed: Embed, factor: float) -> Embed:
 def _root(size: int, dtype: torch.dtype) -> float:
     """Rounded to the weights' dtype, as in transformers."""
     return torch.tensor(size**0.5).to(dtype).item()
+
+
+def _rule(ops: LayerOps, among: int, net: RecurrentNet, source: TensorSource) -> RecurrentLayer:
+    """source: gives a tensor of the layer by its name there. among: of the recurrent layers."""
+    if not isinstance(net, KimiNet):
+        return RecurrentLayer(ops, among, net)
+    decays, gate = (ops.linear(source(f"{name}_b_proj.weight")) for name in "fg")
+    return KimiLayer(ops, among, net, decays, gate)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanoengine.config.model import LatentConfig
 from nanoengine.context import ForwardContext
+from nanoengine.models.delta_net import KimiNet
 from nanoengine.models.layer_ops import Embed, LayerOps, Norm, Product
 from nanoengine.models.rope import Angles
 from nanoengine.models.rules import RecurrentNet
@@ -155,6 +156,28 @@ class RecurrentLayer:
     def __call__(self, projected: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
         """[tokens, sum(shape.sizes)] -> [tokens, value_heads x value_dim]. Nothing is rotated."""
         return self._ops.recurrence(projected, self._net, ctx.kv.state(self._layer), ctx)
+
+
+class KimiLayer(RecurrentLayer):
+    """The same, whose decays and gate are products of two short vectors."""
+
+    def __init__(
+        self, ops: LayerOps, layer: int, net: KimiNet, decays: Product, gate: Product
+    ) -> None:
+        super().__init__(ops, layer, net)
+        self._shape, self._decays, self._gate = net.shape, decays, gate
+
+    def __call__(self, projected: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
+        """[tokens, channels + heads + key_dim + value_dim] -> [tokens, heads x value_dim]."""
+        shape = self._shape
+        mixed, shares, decays, gate = projected.split_with_sizes(
+            [shape.channels, shape.num_value_heads, shape.key_dim, shape.value_dim], dim=1
+        )
+        x = projected.new_empty(len(projected), sum(shape.sizes))
+        parts = mixed, self._gate(gate), shares, self._decays(decays)
+        for target, part in zip(x.split_with_sizes(shape.sizes, dim=1), parts, strict=True):
+            self._ops.copy(target, part)
+        return super().__call__(x, angles, ctx)
 
 
 class MixerBeside:

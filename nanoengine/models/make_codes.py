@@ -19,7 +19,8 @@ _LARGEST = 127  # of a code
 # from. And one that no kernel multiplies by as it is.
 _AS_THEY_ARE = (
     *ROUTERS,
-    *(f"linear_attn.in_proj_{name}.weight" for name in ("b", "a", "ba")),
+    *(f"linear_attn.in_proj_{name}.weight" for name in ("b", "a", "ba", "f_a")),
+    "linear_attn.f_b_proj.weight",
     *TAKEN_APART,
 )
 # Weights at a time, in float32; of so many, PyTorch's small operators on blocks take one thread.

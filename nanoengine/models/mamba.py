@@ -53,7 +53,7 @@ def flat_rows(rows: Tensor, shape: RecurrentConfig) -> Tensor:
     """The rows of a layer's projection, z; x, B, C; dt, in the order of RecurrentConfig.sizes. Of
     the convolution, too, which has x, B, C alone.
     """
-    keys = shape.num_key_heads * shape.key_dim
+    keys = shape.key_size
     ends = len(rows) - shape.channels
     z = rows[: shape.value_size if ends else 0]
     parts = [shape.value_size, keys, keys, ends - len(z)]
@@ -70,7 +70,7 @@ def mamba(x: Tensor, net: MambaNet, state: RecurrentState, ctx: ForwardContext) 
     mixed, z, dt = x.split_with_sizes(shape.sizes, dim=1)
     is_new = new_sequences(ctx)
     mixed = functional.silu(convolve(mixed, net.conv, state, ctx, is_new, net.conv_bias))
-    keys = shape.num_key_heads * shape.key_dim
+    keys = shape.key_size
     q, k, v = mixed.float().split_with_sizes([keys, keys, shape.value_size], dim=1)
     group = shape.num_value_heads // shape.num_key_heads
     q, k = (each.view(tokens, -1, shape.key_dim) for each in (q, k))

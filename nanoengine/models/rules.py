@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanoengine.config.model import AnyRecurrent, Multipliers, ShortConvConfig
+from nanoengine.config.model import AnyRecurrent, Multipliers, RecurrentConfig, ShortConvConfig
 from nanoengine.context import ForwardContext, RecurrentState
-from nanoengine.models.delta_net import DeltaNet, gated_delta
+from nanoengine.models.delta_net import DeltaNet, KimiNet, gated_delta
 from nanoengine.models.mamba import MambaNet, flat_rows, mamba
 from nanoengine.models.short_conv import ShortConvNet, short_conv
 
@@ -35,16 +35,18 @@ def make_net(
     def wide(name: str) -> Tensor:
         return tensor(name).float()
 
-    conv = wide("conv1d.weight").squeeze(1)
+    is_kimi = isinstance(shape, RecurrentConfig) and shape.rule == "kimi"
+    convs = [f"{part}_conv1d.weight" for part in "qkv"] if is_kimi else ["conv1d.weight"]
+    conv = torch.cat([wide(name) for name in convs]).squeeze(1)
     if isinstance(shape, ShortConvConfig):
         bias = wide("conv1d.bias") if shape.has_bias else None
         return ShortConvNet(shape, conv.T.contiguous(), bias)
     decay, dt_bias = -wide("A_log").exp(), wide("dt_bias")
-    if shape.rule == "delta":
-        norm = wide("norm.weight")
-        return DeltaNet(shape, conv.T.contiguous(), decay, dt_bias, norm, eps)
+    if shape.rule != "mamba":
+        delta = KimiNet if is_kimi else DeltaNet
+        return delta(shape, conv.T.contiguous(), decay, dt_bias, wide("norm.weight"), eps)
     order = flat_rows(torch.arange(shape.channels), shape).to(conv.device)
-    keys = shape.num_key_heads * shape.key_dim
+    keys = shape.key_size
     gate_by, *of_mixed, step_by = multipliers.projected
     factors = torch.tensor(of_mixed).repeat_interleave(torch.tensor([shape.value_size, keys, keys]))
     conv = (conv * factors.to(conv.device)[:, None])[order].T.contiguous()

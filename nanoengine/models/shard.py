@@ -41,7 +41,7 @@ class Shard:
         elif recurrent is not None:
             num, num_keys = recurrent.num_value_heads, recurrent.num_key_heads
             divided = [*divided, num]
-            if recurrent.rule == "delta" or recurrent.norm == "none":
+            if recurrent.rule != "mamba" or recurrent.norm == "none":
                 shared = [*shared, num_keys]
             else:  # a norm is of the heads of a key head
                 divided.append(num_keys)
@@ -165,8 +165,22 @@ class Shard:
         if isinstance(recurrent, ShortConvConfig):  # B, C and x of its channels
             mine, num = self.part(recurrent.channels), recurrent.channels
             return tuple(_moved(mine, num * i) for i in range(3 if kind == "in_proj" else 1))
+        if recurrent.rule == "kimi":
+            return self._kimi_rows(kind, recurrent)
         rows = self._delta_rows if recurrent.rule == "delta" else self._mamba_rows
         return rows(kind, recurrent)
+
+    def _kimi_rows(self, kind: str, kimi: RecurrentConfig) -> tuple[range, ...] | None:
+        """Of what a layer has before its rule: every rank makes both short vectors."""
+        heads = self.heads(kimi.num_value_heads)
+        match kind:
+            case "in_proj_b" | "A_log":
+                return (heads,)
+            case "in_proj_q" | "in_proj_k" | "q_conv1d" | "k_conv1d" | "f_b_proj" | "dt_bias":
+                return (_times(heads, kimi.key_dim),)
+            case "in_proj_v" | "v_conv1d" | "g_b_proj":
+                return (_times(heads, kimi.value_dim),)
+        return None
 
     def _delta_rows(self, kind: str, delta: RecurrentConfig) -> tuple[range, ...] | None:
         """Of what a recurrent layer has before its rule."""

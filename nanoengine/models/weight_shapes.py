@@ -140,11 +140,11 @@ def _latent_shapes(
 def _recurrent_shapes(config: ModelConfig, part: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     recurrent, hidden = config.recurrent, config.hidden_size
     assert recurrent is not None
-    yield f"{part}conv1d.weight", (recurrent.channels, 1, recurrent.conv_size)
     yield f"{part}out_proj.weight", (hidden, recurrent.value_size)
     if isinstance(recurrent, RecurrentConfig):
         yield from _rule_shapes(config, recurrent, part)
         return
+    yield f"{part}conv1d.weight", (recurrent.channels, 1, recurrent.conv_size)
     yield f"{part}in_proj.weight", (sum(recurrent.sizes), hidden)
     if recurrent.has_bias:
         yield f"{part}in_proj.bias", (sum(recurrent.sizes),)
@@ -155,8 +155,15 @@ def _recurrent_shapes(config: ModelConfig, part: str) -> Iterator[tuple[str, tup
 def _rule_shapes(
     config: ModelConfig, recurrent: RecurrentConfig, part: str
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of a rule with heads: what is before its projection of results, but the convolution."""
-    heads = recurrent.num_value_heads
+    """Of a rule with heads: what is before its projection of results."""
+    heads, keys, values = recurrent.num_value_heads, recurrent.key_size, recurrent.value_size
+    convs = {"": recurrent.channels}
+    if recurrent.rule == "kimi":
+        convs = {"q_": keys, "k_": keys, "v_": values}
+        yield f"{part}f_b_proj.weight", (recurrent.num_decays, recurrent.key_dim)
+        yield f"{part}g_b_proj.weight", (values, recurrent.value_dim)
+    for of, channels in convs.items():
+        yield f"{part}{of}conv1d.weight", (channels, 1, recurrent.conv_size)
     if recurrent.rule == "mamba":
         yield f"{part}in_proj.weight", (sum(recurrent.sizes), config.hidden_size)
         yield f"{part}conv1d.bias", (recurrent.channels,)
@@ -165,15 +172,17 @@ def _rule_shapes(
             yield f"{part}in_proj.bias", (sum(recurrent.sizes),)
         if recurrent.has_out_bias:
             yield f"{part}out_proj.bias", (config.hidden_size,)
-    rows = {"qkv": recurrent.channels, "z": recurrent.value_size, "b": heads, "a": heads}
-    rows |= {"qkvz": recurrent.channels + recurrent.value_size, "ba": 2 * heads}
+    rows = {"qkv": recurrent.channels, "z": values, "b": heads, "a": heads}
+    rows |= {"qkvz": recurrent.channels + values, "ba": 2 * heads}
+    rows |= {"q": keys, "k": keys, "v": values}
+    rows |= {"f_a": recurrent.key_dim, "g_a": recurrent.value_dim}
     for name in ARCHITECTURES[config.architecture].recurrent:
         yield f"{part}in_proj_{name}.weight", (rows[name], config.hidden_size)
     yield f"{part}A_log", (heads,)
-    yield f"{part}dt_bias", (heads,)
-    is_of_heads = recurrent.rule == "delta"
+    yield f"{part}dt_bias", (recurrent.num_decays,)
     if recurrent.norm != "none":
-        yield f"{part}norm.weight", (recurrent.value_dim if is_of_heads else recurrent.value_size,)
+        is_whole = recurrent.rule == "mamba"
+        yield f"{part}norm.weight", (values if is_whole else recurrent.value_dim,)
 
 
 def _mlp_shapes(

@@ -101,8 +101,12 @@ def _recurrent_bytes(
         inputs = (recurrent.conv_size - 1) * recurrent.channels * element_size
         return ends + max((8 + 3 * element_size) * recurrent.channels, feed_forward), 2 * inputs
     heads, values = recurrent.num_value_heads, recurrent.value_size
-    ends = (recurrent.channels + 2 * values + 2 * heads) * element_size
+    ends = (sum(recurrent.sizes) + values + heads) * element_size
+    if recurrent.rule == "kimi":  # what is projected lives on beside x, made of it and two products
+        ends += (recurrent.channels + 2 * values + recurrent.num_decays) * element_size
     if is_fused:
         return ends + max(4 * recurrent.channels, feed_forward), 0
     rule = (4 + element_size) * recurrent.channels + 8 * heads * recurrent.key_dim + 24 * values
+    if recurrent.rule == "kimi":
+        rule += 12 * recurrent.num_decays
     return ends + max(rule, feed_forward), 4 * 4 * recurrent.key_dim * values

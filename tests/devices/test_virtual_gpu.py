@@ -112,6 +112,7 @@ def prompt(num_tokens: int) -> list[int]:
         ("qwen3.5", RESIDENT),
         ("lfm2", RESIDENT),
         pytest.param("nemotron-h", RESIDENT, marks=pytest.mark.breadth),
+        pytest.param("kimi-linear-dense", STREAMED, marks=pytest.mark.breadth),
         pytest.param("granite-hybrid-dense", RESIDENT, marks=pytest.mark.breadth),
         pytest.param("falcon-h1-norm", STREAMED, marks=pytest.mark.breadth),
     ],

@@ -103,6 +103,13 @@ LATENT_NAMES = ORIGINAL_NAMES | {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
 }
+KDA_NAMES = {
+    **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
+    **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
+    "self_attn.b_proj": "ssm_beta",
+    "self_attn.o_norm": "ssm_norm",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
 LFM2_NAMES = ORIGINAL_NAMES | {
     "model.embedding_norm": "token_embd_norm",
     "operator_norm": "attn_norm",
@@ -120,6 +127,12 @@ LFM2_NAMES = ORIGINAL_NAMES | {
 }
 SHARED_NAMES = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES}
 LATENT_NAMES |= SHARED_NAMES
+KIMI_NAMES = LATENT_NAMES | KDA_NAMES
+KIMI_NAMES |= {
+    name.replace("mlp", "block_sparse_moe"): theirs
+    for name, theirs in KIMI_NAMES.items()
+    if name.startswith("mlp.")
+}
 for shared in ("mlp.shared_expert", "mlp.shared_experts"):
     NEWER_NAMES |= {f"{shared}.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES}
 NAMES = {
@@ -139,6 +152,7 @@ NAMES = {
     "granitemoe": ORIGINAL_NAMES | {"shared_mlp.output_linear": "ffn_down_shexp"},
     "minimax-m2": ORIGINAL_NAMES | {"block_sparse_moe.gate": "ffn_gate_inp"},
     "hunyuan-dense": HUNYUAN_NAMES,
+    "kimi-linear": KIMI_NAMES,
     "hunyuan-moe": HUNYUAN_NAMES
     | {"mlp.gate.wg": "ffn_gate_inp"}
     | {f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES},
@@ -157,6 +171,9 @@ NEXTN_NAMES = {
 ODD_NAMES = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
+    "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "self_attn.A_log": "ssm_a",
+    "self_attn.dt_bias": "ssm_dt.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
     "feed_forward.expert_bias": "exp_probs_b.bias",
     "self_attn.sinks": "attn_sinks.weight",
@@ -194,6 +211,7 @@ ARCHITECTURES = {
     "GraniteMoeSharedForCausalLM": "granitemoe",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
+    "KimiLinearForCausalLM": "kimi-linear",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2moe",
     "LlamaForCausalLM": "llama",
@@ -281,6 +299,8 @@ class GGUFModel:
         if self.arch in NEMOTRONS:
             self.arch = nemotron_kind(self.config)
             self.config |= usual_keys(self.config)
+        if self.arch == "kimi-linear":
+            self.config |= _usual_keys_of_kimi(self.config)
         self.types: dict[str, QuantType] = {}
         self.alignment: int | None = None
         self.tensors = self._tensors(folder)
@@ -328,6 +348,10 @@ class GGUFModel:
                     continue
                 if ".conv.conv.weight" in name:
                     values = values.squeeze(1)
+                if name.endswith("self_attn.A_log"):
+                    values = -np.exp(values)
+                if "_conv1d." in name:  # as conversion/kimi_linear.py has it
+                    values = values.reshape(1, len(values), 1, -1)
                 if ".linear_attn." in name:
                     changed = self._recurrent(name, values)
                     tensors |= {gguf_name(each, names): v for each, v in changed.items()}
@@ -489,6 +513,7 @@ class GGUFModel:
             | (_of_ernie(config) if arch == "ernie4_5-moe" else {})
             | (_of_granite(config, arch) if arch.startswith("granite") else {})
             | (_of_deepseek(config) if arch == "deepseek2" else {})
+            | (_of_kimi(config) if arch == "kimi-linear" else {})
             | (_of_lfm2(config, arch) if arch.startswith("lfm2") else {})
             | (mamba_file_settings(config, arch) if arch in WITH_MAMBA else {})
         )
@@ -688,6 +713,35 @@ def _of_deepseek(config: dict[str, Any]) -> dict[str, Any]:
             "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
         }
     return {f"deepseek2.{key}": value for key, value in settings.items() if value is not None}
+
+
+def _usual_keys_of_kimi(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "first_k_dense_replace": config["mlp_layer_types"].count("dense"),
+        "max_position_embeddings": config["model_max_length"],
+        "n_group": config["num_expert_group"],
+        "n_shared_experts": config["num_shared_experts"],
+        "num_experts_per_tok": config["num_experts_per_token"],
+        "rope_parameters": {"rope_theta": 1e4},
+    }
+
+
+def _of_kimi(config: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's converter writes of its two kinds of layers (conversion/kimi_linear.py)."""
+    rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    kinds = config["layer_types"]
+    settings = {
+        "attention.head_count_kv": [int(kind == "full_attention") for kind in kinds],
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + turned,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + turned,
+        "attention.value_length_mla": config["v_head_dim"],
+        "kda.head_dim": config["linear_head_dim"],
+        "rope.dimension_count": turned,
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+    }
+    return {f"kimi-linear.{key}": value for key, value in settings.items() if value is not None}
 
 
 def keys_and_values_apart(model: GGUFModel) -> None:

@@ -38,7 +38,8 @@ def rounded(source: Path, folder: Path) -> Path:
         config |= POWERS_OF_TWO
     if config["architectures"] == ["Lfm2MoeForCausalLM"]:
         config["routed_scaling_factor"] = 1.0  # no key of a file says it
-    if "kv_lora_rank" in config:  # so has it these: pairs are neighbours, YaRN has one mscale
+    if {"kv_lora_rank", "rope_parameters"} <= config.keys():
+        # So has it these: pairs are neighbours, YaRN has one mscale.
         config["rope_interleave"] = True
         rope = config["rope_parameters"]
         rope |= {"mscale": rope["mscale_all_dim"]} if "mscale" in rope else {}

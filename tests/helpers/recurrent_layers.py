@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoengine.config.model import AnyRecurrent, RecurrentConfig, ShortConvConfig
 from nanoengine.context import ForwardContext, RecurrentState, StepRows
-from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.delta_net import DeltaNet, KimiNet
 from nanoengine.models.mamba import MambaNet
 from nanoengine.models.rules import RecurrentNet
 from nanoengine.models.short_conv import ShortConvNet
@@ -20,6 +20,8 @@ CPU = torch.device("cpu")
 SHAPES: dict[str, AnyRecurrent] = {
     "as in Qwen": RecurrentConfig((0,), 1, 3, 128, 128, 4),
     "odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3),
+    "Kimi": RecurrentConfig((0,), 2, 2, 128, 128, 4, rule="kimi"),
+    "Kimi of odd sizes": RecurrentConfig((0,), 3, 3, 12, 75, 3, rule="kimi"),
     "Mamba-2": RecurrentConfig((0,), 1, 3, 128, 64, 4, rule="mamba"),
     "Mamba-2 of odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3, rule="mamba"),
     "Falcon-H1": RecurrentConfig((0,), 1, 3, 128, 64, 4, rule="mamba", norm="none"),
@@ -43,9 +45,10 @@ def make_net(shape: AnyRecurrent, device: torch.device = CPU) -> RecurrentNet:
     if isinstance(shape, ShortConvConfig):
         return ShortConvNet(shape, conv, random_of(shape.channels) if shape.has_bias else None)
     heads = shape.num_value_heads
-    decay, dt_bias = -random_of(heads).exp() / 8, random_of(heads)
-    if shape.rule == "delta":
-        return DeltaNet(shape, conv, decay, dt_bias, random_of(shape.value_dim), 1e-6)
+    decay, dt_bias = -random_of(heads).exp() / 8, random_of(shape.num_decays)
+    if shape.rule != "mamba":
+        kind = KimiNet if shape.rule == "kimi" else DeltaNet
+        return kind(shape, conv, decay, dt_bias, random_of(shape.value_dim), 1e-6)
     bias, skip, norm = (random_of(n) for n in (shape.channels, heads, shape.value_size))
     factors = (1.0, 1.0) if shape.norm == "after gate" else (0.7, 1.3)
     return MambaNet(shape, conv, bias, decay, dt_bias, skip, norm, 1e-6, *factors)

@@ -172,7 +172,7 @@ def _randomize_vectors(model: torch.nn.Module) -> None:
     small A lets a recurrent state remember for long.
     """
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 or name.endswith(("proj_bias", "correction_bias")):
+        if parameter.dim() == 1 or name.endswith(("proj_bias", "correction_bias", "A_log")):
             last = name.rpartition(".")[2].removeprefix("dt_")
             centre = {"A_log": -2.0}.get(last, 0.0 if last.endswith("bias") else 1.0)
             torch.nn.init.normal_(parameter, centre, 0.2)

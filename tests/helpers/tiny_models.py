@@ -67,6 +67,8 @@ from transformers import (
     HunYuanDenseV1ForCausalLM,
     HunYuanMoEV1Config,
     HunYuanMoEV1ForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -613,6 +615,53 @@ TINY: dict[str, TinyModel] = {
             **dict.fromkeys(("mamba_proj_bias", "projectors_bias"), True),
         },
         seed=65,
+    ),
+    # A decay for each channel of a head of odd size; latent attention that does not turn; experts
+    # in groups behind a dense layer.
+    "kimi-linear": TinyModel(
+        KimiLinearConfig,
+        KimiLinearForCausalLM,
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 20,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 24,
+            "v_head_dim": 20,
+            "num_key_value_heads": 4,
+            "num_local_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "pad_token_id": None,
+        },
+        seed=111,
+    ),
+    # The first layer with attention, whose queries come from a vector of their own; no experts. One
+    # tensor for three convolutions, as transformers 5 holds them.
+    "kimi-linear-dense": TinyModel(
+        KimiLinearConfig,
+        KimiLinearForCausalLM,
+        {
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "mlp_layer_types": ["dense"] * 3,
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+            "linear_conv_kernel_dim": 3,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 40,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 24,
+            "v_head_dim": 20,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "pad_token_id": None,
+        },
+        seed=112,
+        saved_as={"save_original_format": False},
     ),
     # Short convolutions with biases and of another size; a feed-forward of two thirds, rounded up.
     "lfm2": TinyModel(

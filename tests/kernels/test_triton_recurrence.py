@@ -30,7 +30,7 @@ from nanoengine.kernels.gpu_ops import GpuOps
 from nanoengine.kernels.triton_codes import TritonCodes
 from nanoengine.kernels.triton_kernels import TritonKernels
 from nanoengine.kernels.triton_recurrence import blocks_of
-from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.delta_net import DeltaNet, KimiNet
 from nanoengine.models.mamba import MambaNet
 from nanoengine.models.rules import RecurrentNet, recurrence
 
@@ -39,6 +39,7 @@ HELPER = Path(__file__).parents[1] / "helpers" / "compile_recurrence.py"
 F32, BF16 = torch.float32, torch.bfloat16
 DELTA = RecurrentConfig((0,), 2, 4, 20, 24, 4)
 MAMBA = replace(DELTA, rule="mamba")
+KIMI = RecurrentConfig((0,), 3, 3, 20, 20, 4, rule="kimi")
 TOLERANCE = {F32: 2e-5, BF16: 0.03, torch.float16: 0.004}
 
 
@@ -104,6 +105,45 @@ def delta_of_transformers(net: DeltaNet, rows: Tensor, patch: pytest.MonkeyPatch
     return output_of(layer, weights, rows)[:, : shape.value_size]
 
 
+def kimi_of_transformers(net: KimiNet, rows: Tensor, patch: pytest.MonkeyPatch) -> Tensor:
+    """The same of Kimi Linear, whose rows have what its low-rank products give."""
+    from transformers.models.kimi_linear import modeling_kimi_linear as modeling
+
+    shape, size = net.shape, rows.shape[1]
+    layer = modeling.KimiLinearDeltaAttention(
+        SimpleNamespace(
+            hidden_size=size,
+            linear_num_heads=shape.num_value_heads,
+            linear_head_dim=shape.key_dim,
+            linear_conv_kernel_dim=shape.conv_size,
+            hidden_act="silu",
+            rms_norm_eps=net.eps,
+            layer_types=["linear_attention"],
+        ),
+        0,
+    )
+    q, k, v, z, b, a = torch.eye(size).split_with_sizes(
+        [shape.key_size, shape.key_size, shape.value_size, *shape.sizes[1:]]
+    )
+    for part, name, weight in ((layer.forget_gate, "f", a), (layer, "g", z)):
+        setattr(part, f"{name}_a_proj", torch.nn.Linear(size, len(weight), bias=False))
+        setattr(part, f"{name}_b_proj", torch.nn.Identity())
+    state = {
+        "q_proj.weight": q,
+        "k_proj.weight": k,
+        "v_proj.weight": v,
+        "b_proj.weight": b,
+        "g_a_proj.weight": z,
+        "o_proj.weight": torch.eye(size, shape.value_size),
+        "conv1d.weight": net.conv.T.unsqueeze(1),
+        "forget_gate.f_a_proj.weight": a,
+        "forget_gate.A_log": (-net.decay).log().view(1, 1, -1, 1),
+        "forget_gate.dt_bias": net.dt_bias,
+        "o_norm.weight": net.norm,
+    }
+    return output_of(layer, state, rows)[:, : shape.value_size]
+
+
 def mamba_of_transformers(net: MambaNet, rows: Tensor, _: pytest.MonkeyPatch) -> Tensor:
     """The same of Mamba-2, whose projection gives z; x, B, C; dt."""
     from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
@@ -162,12 +202,14 @@ LENGTHS = named({"40 tokens": 40, "1 token": 1, "300 tokens": 300}, "40 tokens",
     named(
         {
             "delta": DELTA,
+            "Kimi": KIMI,
             "Mamba-2": MAMBA,
             "Mamba-2 in one group": replace(MAMBA, num_key_heads=1),
             "delta of 80 and 96": RecurrentConfig((0,), 1, 1, 80, 96, 4),
             "Mamba-2 of 80 and 96": RecurrentConfig((0,), 1, 1, 80, 96, 4, rule="mamba"),
         },
         "delta",
+        "Kimi",
         "Mamba-2",
         "Mamba-2 in one group",
     ),
@@ -178,7 +220,8 @@ def test_the_numbers_are_those_of_transformers(
     net = make_net(shape)
     (rows,) = some_rows(net, F32, num_tokens)
     (got,) = run_step(in_triton, net, make_state(shape, F32), [rows], [0], [3])
-    theirs = delta_of_transformers if isinstance(net, DeltaNet) else mamba_of_transformers
+    kinds = {KimiNet: kimi_of_transformers, DeltaNet: delta_of_transformers}
+    theirs = kinds.get(type(net), mamba_of_transformers)
     assert_near(got, theirs(net, rows, monkeypatch), F32)
 
 
@@ -189,7 +232,12 @@ def test_the_numbers_are_those_of_transformers(
 @pytest.mark.parametrize(
     "dtype", [F32, BF16, pytest.param(torch.float16, marks=pytest.mark.breadth)], ids=str
 )
-@pytest.mark.parametrize("shape", named(SHAPES, "as in Qwen", "Mamba-2 of odd sizes"))
+@pytest.mark.parametrize(
+    "shape",
+    named(
+        SHAPES, "as in Qwen", "Kimi of odd sizes", "Mamba-2 of odd sizes", "a norm before the gate"
+    ),
+)
 def test_it_computes_what_pytorch_does(shape: RecurrentConfig, dtype: torch.dtype) -> None:
     """New sequences and others, prompts and decodes, in one step."""
     net = make_net(shape)
@@ -225,7 +273,7 @@ def test_small_steps_are_exact(projected: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(F32, marks=pytest.mark.breadth)], ids=str)
-@pytest.mark.parametrize("shape", [DELTA, MAMBA], ids=["delta", "Mamba-2"])
+@pytest.mark.parametrize("shape", [DELTA, KIMI, MAMBA], ids=["delta", "Kimi", "Mamba-2"])
 def test_bits_do_not_depend_on_cuts_or_mates(shape: RecurrentConfig, dtype: torch.dtype) -> None:
     """Poison lies in the slots of all who have none, and is still there."""
     net = make_net(shape)
@@ -247,7 +295,7 @@ def test_bits_do_not_depend_on_cuts_or_mates(shape: RecurrentConfig, dtype: torc
         assert all(each[[1, 3]].isnan().all() for each in (state.inputs, state.memory))
 
 
-@pytest.mark.parametrize("shape", [DELTA, MAMBA], ids=["delta", "Mamba-2"])
+@pytest.mark.parametrize("shape", [DELTA, KIMI, MAMBA], ids=["delta", "Kimi", "Mamba-2"])
 def test_padding_rows_read_and_change_no_state(shape: RecurrentConfig) -> None:
     """They share a slot, which holds poison; the bits of the others are as without them."""
     net = make_net(shape)

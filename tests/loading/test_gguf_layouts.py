@@ -44,7 +44,7 @@ NAMES = ("glm4-moe", "gpt-oss", "qwen2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-ne
 NAMES += ("gemma4", "gemma4-moe", "gemma4-shared", "deepseek-v2", "deepseek-v3", "glm4-moe-air")
 NAMES += ("ernie", "ernie-moe", "exaone4", "exaone4-full", "glm4", "granite", "granite-moe")
 NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "lfm2", "lfm2-moe")
-NAMES += ("ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
+NAMES += ("kimi-linear", "ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
 NAMES += ("cohere", "cohere2", "dots1", "falcon-h1", "granite-moe-shared", "minimax-m2")
 BY_DEFAULT = (
     *NAMES[:2],
@@ -61,6 +61,7 @@ BY_DEFAULT = (
     "hunyuan",
     "hunyuan-moe",
     "deepseek-v3",
+    "kimi-linear",
     "lfm2",
     "lfm2-moe",
     "nemotron-h",
@@ -73,7 +74,7 @@ quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
 
 def model_of(folder: Path, name: str) -> GGUFModel:
     model = GGUFModel(folder)
-    if name == "deepseek-v3":
+    if name in ("deepseek-v3", "kimi-linear"):
         keys_and_values_apart(model)
     return with_scaling(model, name) if name in SCALINGS else model
 

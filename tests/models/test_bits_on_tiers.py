@@ -23,6 +23,7 @@ EXPERTS = (
     "ernie-moe",
     "granite-hybrid",
     "hunyuan-moe",
+    "kimi-linear",
     "lfm2-moe",
     "nemotron-h-moe",
 )

@@ -68,7 +68,15 @@ def test_the_reference_is_the_same_with_any_guess(tiny: Callable[[str], Path]) -
     [
         *("apertus", "cohere2", "falcon-h1", "falcon-h1-norm"),
         *("gemma3", "gemma3-softcap", "gpt-oss", "granite", "ministral3", "olmo2"),
-        *("granite-hybrid", "lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "nemotron-h-moe"),
+        *(
+            "granite-hybrid",
+            "kimi-linear",
+            "lfm2",
+            "lfm2-moe",
+            "qwen3.5",
+            "qwen3.5-moe",
+            "nemotron-h-moe",
+        ),
     ],
 )
 def test_bfloat16_is_as_near_as_transformers_own(tiny: Callable[[str], Path], name: str) -> None:

@@ -148,6 +148,7 @@ STATES = {  # how many layers have one, and KV
     "granite-hybrid": (2, 1),
     "lfm2": (2, 1),
     "falcon-h1": (3, 3),
+    "kimi-linear": (2, 1),
 }
 
 
@@ -184,7 +185,15 @@ def test_states_follow_their_requests(
 )
 @pytest.mark.parametrize(
     "name",
-    ["qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "granite-hybrid", "lfm2-moe", "falcon-h1-norm"],
+    [
+        "qwen3.5-moe",
+        "nemotron-h",
+        "nemotron-h-moe",
+        "granite-hybrid",
+        "lfm2-moe",
+        "falcon-h1-norm",
+        "kimi-linear",
+    ],
 )
 def test_experts_or_nothing_behind_recurrent_layers(
     tiny: Callable[[str], Path], name: str, mode: str

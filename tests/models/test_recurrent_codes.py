@@ -75,6 +75,12 @@ CASES = {
     "outputs in numbers": Case("qwen3.5", sizes(64, 16), {"ssm_out": "F32"}, "Q5_0"),
     "experts": Case("qwen3.5-moe", sizes(64, 16) | EXPERTS, {"ssm_alpha": "F32"}, "Q8_0"),
     "short convolutions": Case("lfm2-moe", {"moe_intermediate_size": 64}, {}, "Q4_0"),
+    "Kimi": Case(
+        "kimi-linear",
+        {"linear_head_dim": 32, "moe_intermediate_size": 64},
+        {"attn_kv_b": "F32"},
+        "Q4_0",
+    ),
     "heads in order": Case("qwen3-next-moe", sizes(64, 16) | EXPERTS, {}, "Q4_1"),
 }
 

@@ -85,6 +85,17 @@ SHORT_CONVS = HYBRID | {
     "intermediate_size": 64,
     "layer_types": ["conv", "full_attention"],
 }
+KIMI = HYBRID | {
+    "architectures": ["KimiLinearForCausalLM"],
+    "first_k_dense_replace": 2,
+    "num_key_value_heads": 4,
+    "linear_num_heads": 8,
+    "linear_head_dim": 128,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
 
 
 def with_rule(key_heads: int, value_heads: int, dim: int) -> dict[str, Any]:
@@ -342,8 +353,8 @@ def test_what_the_bits_of_a_request_depend_on(parts: tuple[bool, ...], said: str
 @pytest.mark.parametrize(("tokens", "seqs"), [(512, 4), (61, 60)], ids=["prompts", "decodes"])
 @pytest.mark.parametrize(
     "config",
-    [with_rule(4, 12, 128), with_rule(8, 8, 64), SHORT_CONVS],
-    ids=["delta of 128", "delta of 64", "short convolutions"],
+    [with_rule(4, 12, 128), with_rule(8, 8, 64), KIMI, SHORT_CONVS],
+    ids=["delta of 128", "delta of 64", "Kimi", "short convolutions"],
 )
 def test_a_recurrent_layer_holds_what_is_planned(
     config: dict[str, Any],

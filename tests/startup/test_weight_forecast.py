@@ -28,7 +28,13 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("in_16_bits", "fresh_cache
 Tiny = Callable[[str], Path]
 MOST_OFF = 0.03
 # Their dense layers have no place in it, or none beside experts, or the biases of a mixer.
-NOT_IN_GGUF = ("falcon-h1-norm", "glm4-moe-lite", "nemotron-h-moe", "qwen3-next")
+NOT_IN_GGUF = (
+    "falcon-h1-norm",
+    "glm4-moe-lite",
+    "kimi-linear-dense",
+    "nemotron-h-moe",
+    "qwen3-next",
+)
 DTYPES = ("float32", "bfloat16")
 HARDWARE = Hardware(0, 8 * GIB, 20.0, 25.0, native_dtype()[0])
 

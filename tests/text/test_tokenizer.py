@@ -176,6 +176,7 @@ GPT_4O = (
     rf"|{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]+[{SMALL}]*{ENDINGS}?"
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
 )
+NO_HAN = r"(?:(?!\p{Han})"
 PATTERNS = {
     "deepseek-coder": (
         r"[\r\n]",
@@ -200,6 +201,11 @@ PATTERNS = {
     ),
     "glm4": rf"{ENDINGS}|{LETTER}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}",
     "gpt-4o": GPT_4O,
+    # Written with && there.
+    "kimi-k2": r"[\p{Han}]+"
+    rf"|{LETTER}{NO_HAN}[\p{{Lu}}\p{{Lt}}{ANY}])*{NO_HAN}[{SMALL}])+{ENDINGS}?"
+    rf"|{LETTER}{NO_HAN}[\p{{Lu}}\p{{Lt}}{ANY}])+{NO_HAN}[{SMALL}])*{ENDINGS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}",
     "minicpm5": (
         r"\p{N}{1,3}",
         rf"{ENDINGS}|{LETTER}\p{{L}}+|\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}",

@@ -9,7 +9,7 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 
 QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
-SCALED_EXPERTS = ("deepseek2", "dots1", "glm4moe", "nemotron_h_moe")
+SCALED_EXPERTS = ("deepseek2", "dots1", "glm4moe", "kimi-linear", "nemotron_h_moe")
 WITH_EXPERTS = (
     "ernie4_5-moe",
     "gemma4",
@@ -115,6 +115,7 @@ def _deepseek_settings(
     # Older files do not say it.
     scores = metadata.number("expert_gating_func", SIGMOID if by_sigmoid else SOFTMAX)
     renormalises = metadata.get(f"{metadata.architecture}.expert_weights_norm", bool, False)
+    renormalises |= metadata.architecture == "kimi-linear"  # llama.cpp has it in its code
     if scores != SIGMOID and (of_glm or scores != SOFTMAX or renormalises):
         raise UnsupportedModelError(
             f"{metadata.path}: '{metadata.architecture}.expert_gating_func' is {scores}; only "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,6 +58,22 @@ def recurrent_settings(
         "linear_num_key_heads": keys,
         "linear_num_value_heads": heads,
         "linear_value_head_dim": value_dim,
+    }
+
+
+def kimi_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The heads of Kimi's rule are as many as its rates of decay."""
+    of_rates = [f"blk.{i}.ssm_a" for i in range(num_layers)]
+    heads = {math.prod(map(int, stored[name].shape)) for name in of_rates if name in stored}
+    if len(heads) > 1:
+        raise UnsupportedModelError(
+            f"{metadata.path}: recurrent layers have {sorted(heads)} heads, and must be alike"
+        )
+    return {
+        "layer_types": [RECURRENT if name in stored else FULL for name in of_rates],
+        "linear_conv_kernel_dim": metadata.number("ssm.conv_kernel"),
+        "linear_head_dim": metadata.number("kda.head_dim"),
+        "linear_num_heads": heads.pop() if heads else 1,
     }
 
 

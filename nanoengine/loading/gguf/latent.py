@@ -1,4 +1,6 @@
-"""Latent attention's metadata of a GGUF file (llama.cpp's deepseek2) as keys of config.json."""
+"""Latent attention's metadata of a GGUF file as keys of config.json: llama.cpp's deepseek2 and
+kimi-linear.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ from typing import Any
 from nanoengine.errors import CorruptModelError
 from nanoengine.loading.gguf.metadata import Metadata
 
+LATENTS = ("deepseek2", "kimi-linear")
+
 
 def latent_settings(metadata: Metadata, num_heads: int) -> dict[str, Any]:
     """Keys of config.json that override those of other architectures.
@@ -14,17 +18,18 @@ def latent_settings(metadata: Metadata, num_heads: int) -> dict[str, Any]:
     Files for the absorbed form have sizes of heads under keys that end in "_mla", and those of the
     latent row where older files have those of heads. Raises CorruptModelError.
     """
+    arch = metadata.architecture
     key_dim, value_dim = (
-        metadata.number(f"attention.{part}_mla", metadata.number(f"attention.{part}"))
-        for part in ("key_length", "value_length")
+        metadata.number(f"{key}_mla" if metadata.has(f"{arch}.{key}_mla") else key)
+        for key in ("attention.key_length", "attention.value_length")
     )
     turned = metadata.number("rope.dimension_count")
     if turned >= key_dim:
         raise CorruptModelError(
-            f"{metadata.path}: 'deepseek2.rope.dimension_count' is {turned}, of {key_dim} numbers "
-            "of a key"
+            f"{metadata.path}: '{arch}.rope.dimension_count' is {turned}, of {key_dim} numbers of "
+            "a key"
         )
-    has_rank = metadata.has("deepseek2.attention.q_lora_rank")
+    has_rank = metadata.has(f"{arch}.attention.q_lora_rank")
     return {
         "kv_lora_rank": metadata.number("attention.kv_lora_rank"),
         "num_key_value_heads": num_heads,

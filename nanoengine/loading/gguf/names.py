@@ -68,6 +68,17 @@ _LATENT_NAMES = _LAYER_NAMES | {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
 }
+_KIMI_NAMES = _LATENT_NAMES | {
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_conv1d_k": "self_attn.k_conv1d",
+    "ssm_conv1d_q": "self_attn.q_conv1d",
+    "ssm_conv1d_v": "self_attn.v_conv1d",
+    "ssm_f_a": "self_attn.f_a_proj",
+    "ssm_f_b": "self_attn.f_b_proj",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_norm": "self_attn.o_norm",
+}
 # Of the head for multi-token prediction, beside its layer. A file may have copies of the model's
 # embedding and output head, too.
 _MTP_NAMES = {
@@ -107,6 +118,7 @@ _NAMES = {
     "gpt-oss": _NEWER_NAMES,
     "hunyuan-dense": _HUNYUAN_NAMES,
     "hunyuan-moe": _HUNYUAN_NAMES,
+    "kimi-linear": _KIMI_NAMES,
     "lfm2": _LFM2_NAMES,
     "lfm2moe": _LFM2_NAMES,
     "nemotron_h": NEMOTRON_NAMES,

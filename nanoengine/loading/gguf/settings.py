@@ -23,12 +23,13 @@ from nanoengine.loading.gguf.families import (
     exaone_settings,
     gemma3_settings,
     granite_settings,
+    kimi_settings,
     mistral_settings,
     phi3_settings,
     recurrent_settings,
 )
 from nanoengine.loading.gguf.gemma4 import gemma4_settings
-from nanoengine.loading.gguf.latent import latent_settings
+from nanoengine.loading.gguf.latent import LATENTS, latent_settings
 from nanoengine.loading.gguf.mamba import HYBRIDS_OF_MAMBA, NEMOTRONS, mamba_settings
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.rope_scaling import (
@@ -60,6 +61,7 @@ ARCHITECTURES = {
     "granitemoe": "GraniteMoeForCausalLM",
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
     "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
+    "kimi-linear": "KimiLinearForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
@@ -91,6 +93,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"model_type": "gpt_oss"},
     "hunyuan-dense": {"model_type": "hunyuan_v1_dense"},
     "hunyuan-moe": {"model_type": "hunyuan_v1_moe"},
+    "kimi-linear": {"model_type": "kimi_linear"},
     "lfm2moe": {"model_type": "lfm2_moe"},
     "minimax-m2": {"model_type": "minimax_m2"},
     "mistral3": {"model_type": "ministral3"},
@@ -149,7 +152,7 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
     head_dim = metadata.number("attention.key_length", max(hidden_size // num_heads, 1))
     turned = metadata.number("rope.dimension_count", head_dim)
     of_head = ("attention.value_length", "rope.dimension_count")
-    for key in () if metadata.architecture == "deepseek2" else of_head:
+    for key in () if metadata.architecture in LATENTS else of_head:
         may_turn_a_part = metadata.architecture in MAY_TURN_A_PART
         may_differ = may_turn_a_part and key.startswith("rope") and turned < head_dim
         # Nothing is turned: the converter takes the width of the stream instead of head_dim.
@@ -210,6 +213,8 @@ def _layer_settings(
         inner_size = metadata.number("expert_feed_forward_length")
     if metadata.architecture in LFM2:
         num_kv_heads = kv_heads(metadata, num_layers)
+    elif metadata.architecture in LATENTS:  # one row, which is of all heads
+        num_kv_heads = num_heads
     else:
         num_kv_heads = metadata.number("attention.head_count_kv", num_heads)
     settings = {
@@ -219,7 +224,7 @@ def _layer_settings(
         "rope_theta": theta,
         "rope_scaling": rope_scaling(metadata, stored, theta, head_dim),
     }
-    if metadata.architecture == "deepseek2":
+    if metadata.architecture in LATENTS:
         settings |= latent_settings(metadata, num_heads)
     return settings
 
@@ -237,6 +242,8 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
     settings: dict[str, Any] = {}
     if metadata.architecture in HYBRIDS:
         settings = recurrent_settings(metadata, stored, num_layers)
+    if metadata.architecture == "kimi-linear":
+        settings = kimi_settings(metadata, stored, num_layers)
     if metadata.num_experts():
         return settings | experts_settings(metadata, stored, num_layers)
     if metadata.window() and metadata.architecture not in ("cohere2", "gemma3"):

@@ -99,7 +99,9 @@ def hf_tensors(
             continue
         else:
             layer = _Layer(metadata, config, f"model.layers.{int(match[1])}.", match[2], match[3])
-            if architecture.recurrent:
+            if architecture.kimi:
+                found = layer.of_kimi(tensor)
+            elif architecture.recurrent:
                 found = layer.of_recurrence(tensor)
             if architecture.pattern or architecture.mixers or architecture.both_mixers:
                 found = layer.of_mamba(tensor)
@@ -243,6 +245,24 @@ class _Layer:
                 dtype="F32" if name in KEPT_IN_FP32 else "BF16",
             )
         ]
+
+    def of_kimi(self, stored: Any) -> list[GgufTensor]:
+        """What Kimi's rule takes its decays from, and its convolutions, whose dimensions of 1 are
+        others; [] for the rest.
+        """
+        whole, kind = f"{self.prefix}self_attn.", stored.tensor_type
+        shape = tuple(size for size in _shape(stored) if size != 1)
+        if self.part == "ssm_a":
+            rates, count = stored.data.reshape(-1), (math.prod(shape),)
+            name = f"{whole}A_log"
+            return [GgufTensor(name, count, rates, kind, change=_log_of_negative, dtype="F32")]
+        if self.part == "ssm_dt":
+            return _of_name(self.metadata, self.config, stored, f"{whole}dt_bias")
+        if not self.part.startswith("ssm_conv1d_"):
+            return []
+        name = f"{whole}{self.part[-1]}_conv1d.weight"
+        rows = stored.data.reshape(shape[0], -1)
+        return [GgufTensor(name, (shape[0], 1, *shape[1:]), rows, kind)]
 
     def of_recurrence(self, stored: Any) -> list[GgufTensor]:
         """The gated delta rule; [] for others."""

@@ -104,6 +104,13 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
         _LIKE_GPT_4O.replace(r"\p{N}{1,3}", r"\p{N}"),
     ),
     "seed-coder": (_CONTRACTION + _LETTERS + r"\p{N}" + _REST.replace(r"[\r\n]*", "", 1),),
+    "kimi-k2": (
+        r"\p{Han}+|"
+        + _OF_ONE_CASE.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]")
+        + _CONTRACTION
+        + r"?|\p{N}{1,3}"
+        + _REST,
+    ),
     "tekken": (_OF_ONE_CASE + r"|\p{N}" + _REST_WITH_SLASHES,),
     "deepseek-coder": (
         r"[\r\n]",
