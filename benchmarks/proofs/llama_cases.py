@@ -105,9 +105,17 @@ OTHERWISE: dict[str, dict[str, Any] | None] = {
     "dots1": {"num_key_value_heads": 4},
     "ernie-moe": {"moe_layer_end_index": 2},
     "exaone4": {"num_hidden_layers": 64, "sliding_window_pattern": 4},
+    "falcon-h1-norm": {
+        "mamba_norm_before_gate": False,
+        "tie_word_embeddings": False,
+        **dict.fromkeys(
+            ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), False
+        ),
+    },
     "gemma3-softcap": {"attention_bias": False},
     "gemma4-shared": {"num_kv_shared_layers": 2},
     "glm4-moe-lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "kimi-linear-dense": None,
     "lfm2": {"conv_bias": False},
     "llama-sharded": None,
     "nemotron-h-moe": {"layers_block_type": EXPERTS_ALONE, "num_hidden_layers": 8},
