@@ -74,7 +74,8 @@ def ask(python: str, tasks: list[dict[str, Any]], folder: Path) -> list[dict[str
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         about = [line for line in lines if "ASSERT" in line or "Error" in line] or lines[-1:]
-        answers.append({"error": f"ended with {done.returncode}: {about[0][-200:]}"})
+        words = about[0][-200:] if about else "without a word"
+        answers.append({"error": f"ended with {done.returncode}: {words}"})
     return answers
 
 
