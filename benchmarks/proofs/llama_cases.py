@@ -175,6 +175,7 @@ FUSED: tuple[str, ...] = (
     "lfm2",
 )
 FUSED += ("ernie", "glm4", "gpt-oss", "gemma3", "gemma4-shared", "nemotron-h", "minimax-m2")
+FUSED += ("falcon-h1", "kimi-linear")
 
 
 def variants() -> dict[str, Case]:
