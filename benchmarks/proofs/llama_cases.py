@@ -142,7 +142,6 @@ YARN = {
     "rope__scaling__original_context_length": 64,
 }
 F32, BF16 = 0, 32
-F32, BF16 = 0, 32
 FTYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K_M": 15}
 FTYPES |= {"Q5_K_M": 17, "Q6_K": 18, "BF16": 32}
 # Of these the engine makes numbers of 16 bits.
@@ -152,6 +151,7 @@ ROUNDED_FTYPES = {"Q2_K": 10, "Q3_K_M": 12, "IQ4_NL": 25, "IQ4_XS": 30}
 # Of vocabularies, by name. The models' own patterns are in tests/text/test_tokenizer.py.
 MARKS = "llama.cpp counts no mark as a letter of this pattern, the model's own does"
 DIGITS = "llama.cpp's digits of groups are those of ASCII, and an underscore ends a number"
+NOR_CASES = "llama.cpp's own splitter takes no mark as a letter and parts no words by case"
 REFUSED = "of a model that the engine does not run"
 END = "to llama.cpp </s> is a special token of any vocabulary"
 LIKE_GPT_4O = ("gpt-4o", "kanana2", "llama4", "minimax-m2", "talkie", "tekken")
@@ -159,6 +159,7 @@ KNOWN_TEXTS = {
     **{f"gpt2, {name}": MARKS for name in LIKE_GPT_4O},
     **{f"gpt2, {name}": DIGITS for name in ("tiny_aya", "cohere2moe")},
     "gpt2, deepseek-coder": "to llama.cpp the ideographic space is none of the ideographs' range",
+    "gpt2, kimi-k2": NOR_CASES,
     "gpt2, deepseek-llm": "llama.cpp takes runs of digits, the model's own pattern single ones",
     **{f"ggml-vocab-{n}.gguf": REFUSED for n in ("bert-bge", "falcon", "nomic-bert-moe")},
     **{f"ggml-vocab-{n}.gguf": END for n in ("qwen2", "qwen35")},
@@ -174,6 +175,7 @@ FUSED: tuple[str, ...] = (
     "lfm2",
 )
 FUSED += ("ernie", "glm4", "gpt-oss", "gemma3", "gemma4-shared", "nemotron-h", "minimax-m2")
+FUSED += ("falcon-h1", "kimi-linear")
 
 
 def variants() -> dict[str, Case]:
@@ -248,8 +250,8 @@ def make_file(case: Case, folder: Path) -> Path:
     model = GGUFModel(path)
     if case.tiny in SCALINGS:
         model = with_scaling(model, case.tiny)
-    if "blk.0.attn_kv_b.weight" in model.tensors:
-        keys_and_values_apart(model)
+    if any(name.endswith(".attn_kv_b.weight") for name in model.tensors):
+        keys_and_values_apart(model)  # llama.cpp crashes on kimi-linear's where they are together
     if case.drafts:
         layers = model.config["num_hidden_layers"]
         with_settings(block_count=layers + 1, nextn_predict_layers=1)(model)

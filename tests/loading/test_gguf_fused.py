@@ -31,12 +31,14 @@ def fuse(model: GGUFModel) -> int:
     return num_fused
 
 
-# Rows in another order, with biases, beside recurrent layers and gates, of layers that differ.
+# Rows in another order, with biases, beside recurrent layers and gates, of layers that differ, in
+# layers of both kinds and in recurrent ones.
+FUSED = {"llama": 3, "llama-bias": 6, "qwen3.5": 1, "gemma4-shared": 3, "lfm2": 1}
+FUSED |= {"falcon-h1": 3, "kimi-linear": 2}
+
+
 @pytest.mark.parametrize("keeps_codes", [False, True])
-@pytest.mark.parametrize(
-    ("name", "fused"),
-    [("llama", 3), ("llama-bias", 6), ("qwen3.5", 1), ("gemma4-shared", 3), ("lfm2", 1)],
-)
+@pytest.mark.parametrize(("name", "fused"), FUSED.items())
 def test_tensors_are_those_of_a_file_with_three(
     tiny: Tiny, tmp_path: Path, name: str, fused: int, keeps_codes: bool
 ) -> None:

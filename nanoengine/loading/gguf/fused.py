@@ -33,15 +33,15 @@ class _Rows:
 def qkv_apart(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors by name, those of queries, keys and values each by its own.
 
-    At Hugging Face Phi-3 has them together, too, and a recurrent layer has other things under this
-    name: these stay. Raises CorruptModelError for a tensor with too few rows.
+    At Hugging Face Phi-3 has them together, too, and Qwen's recurrent layers have other things
+    under this name: these stay. Raises CorruptModelError for a tensor with too few rows.
     """
     if metadata.architecture == "phi3":
         return dict(stored)
     apart: dict[str, Any] = {}
     for name, tensor in stored.items():
         match = _FUSED.fullmatch(name)
-        if match is None or any(f"blk.{match[1]}.{part}" in stored for part in ("ssm_a", "ssm_in")):
+        if match is None or _is_recurrence(stored, f"blk.{match[1]}"):
             apart[name] = tensor
             continue
         num_rows, of_keys = int(tensor.shape[-1]), _rows_of_keys(metadata, int(match[1]))
@@ -55,6 +55,11 @@ def qkv_apart(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
             made = _rows(tensor, f"blk.{match[1]}.attn_{part}.{match[2]}", start, end)
             apart[made.name] = made
     return apart
+
+
+def _is_recurrence(stored: Mapping[str, Any], layer: str) -> bool:
+    """Alone in its layer, as Qwen's: those of Falcon-H1 and Kimi Linear have attention's output."""
+    return f"{layer}.ssm_a" in stored and f"{layer}.attn_output.weight" not in stored
 
 
 def _rows(tensor: Any, name: str, start: int, end: int) -> _Rows:
@@ -71,6 +76,8 @@ def _rows_of_keys(metadata: Metadata, layer: int) -> int:
         kv_heads = metadata.of_layers("attention.head_count_kv", num_layers, at_least=0)
     if layer >= num_layers:
         raise CorruptModelError(f"{metadata.path}: layer {layer} of {num_layers} layers")
+    if metadata.architecture == "kimi-linear":  # whose recurrent layers alone have all three
+        return num_heads * metadata.number("kda.head_dim")
     key = "attention.key_length"
     if metadata.architecture == "gemma4" and metadata.have_windows(num_layers)[layer]:
         key = "attention.key_length_swa"
