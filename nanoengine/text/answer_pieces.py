@@ -80,6 +80,15 @@ class PieceReader(ABC):
         taken, self.left = self.left[:length], self.left[length:]
         return taken
 
+    def skip_spaces(self) -> Steps[bool]:
+        """Wait for the next character that is no space; False if the text ends before."""
+        while not self.left.lstrip():
+            if self.has_ended:
+                return False
+            yield None
+        self.left = self.left.lstrip()
+        return True
+
     def past(self, at: int, mark: str) -> Steps[int | None]:
         """Where a mark ends that stands at `at`, after spaces; None if something else does."""
         while True:

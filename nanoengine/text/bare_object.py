@@ -33,7 +33,7 @@ class BareObject:
     def read(self) -> Steps[None]:
         """Give out the object. It ends where its brackets do, or with the text."""
         reader = self._reader
-        while (yield from self._has_more()):
+        while (yield from reader.skip_spaces()):
             mark = yield from self._mark()
             if mark == self._quote:
                 yield from self._text()
@@ -44,16 +44,6 @@ class BareObject:
                 yield self._piece(self._after(mark))
                 if not self._open:
                     return
-
-    def _has_more(self) -> Steps[bool]:
-        """Wait for the next character that is no space; False if the text ends before."""
-        reader = self._reader
-        while not reader.left.lstrip():
-            if reader.has_ended:
-                return False
-            yield None
-        reader.left = reader.left.lstrip()
-        return True
 
     def _mark(self) -> Steps[str]:
         """What comes next: the quote, a bracket, a comma or a colon; "" before anything else."""

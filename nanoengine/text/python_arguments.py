@@ -42,7 +42,7 @@ class PythonArguments:
         """
         reader = self._reader
         yield self._piece("{")
-        while (yield from self._has_more()):
+        while (yield from reader.skip_spaces()):
             first = reader.left[0]
             if first in "'\"":
                 yield from self._text()
@@ -53,16 +53,6 @@ class PythonArguments:
                 yield self._piece(self._mark(first))
                 if not self._open:
                     return
-
-    def _has_more(self) -> Steps[bool]:
-        """Wait for the next character that is no space; False if the text ends before."""
-        reader = self._reader
-        while not reader.left.lstrip():
-            if reader.has_ended:
-                return False
-            yield None
-        reader.left = reader.left.lstrip()
-        return True
 
     def _mark(self, mark: str) -> str:
         """What a mark is in JSON. A bracket closes the one that was opened last, whatever it is."""
