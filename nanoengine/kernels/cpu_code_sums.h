@@ -32,26 +32,24 @@ INLINE int is_summed(int format) {
     }
 }
 
-/* Words of an output's codes in a group, and where they begin in a panel. */
-INLINE int64_t code_words(const int format) { return bits_of(format); }
+/* Where the words of a group's codes begin in a panel; an output has as many in a group as a code has bits. */
 INLINE int64_t sums_at(int64_t group, const int format) {
     const int64_t per_block = FORMAT[format].weights / GROUP;
     const int64_t scales = format == Q6_K ? 0 : last_scale(format);
     return group / per_block * block_bytes(format) * PANEL + FORMAT[format].halves * 2 * PANEL +
-           (scales + group % per_block * code_words(format)) * 4 * PANEL;
+           (scales + group % per_block * bits_of(format)) * 4 * PANEL;
 }
 
 /* ---- packing ---------------------------------------------------------------------------------- */
 
 /* Put code i of 16 into halves of words of `bits` bits. */
 INLINE void put_code(uint16_t *words, int i, unsigned code, const int bits) {
-    const int in_word = 16 / bits, last = bits * in_word;
-    if (i < bits * in_word) {
+    const int in_word = 16 / bits, n = i - bits * in_word;
+    if (n < 0) {
         words[i / in_word] |= (uint16_t)(code << i % in_word * bits);
     } else if (bits == 5) {
         for (int w = 0; w < 5; w++) words[w] |= (uint16_t)((code >> w & 1) << 15);
     } else {
-        const int n = i - last;
         words[n] |= (uint16_t)((code & 15) << 12);
         words[4 + n / 2] |= (uint16_t)(code >> 4 << (12 + n % 2 * 2));
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
@@ -88,6 +89,18 @@ class PieceReader(ABC):
             yield None
         self.left = self.left.lstrip()
         return True
+
+    def word(self, ends: re.Pattern[str], most: int) -> Steps[str]:
+        """Take what comes before `ends`, without the spaces behind it; all, if that is over `most`
+        characters or the text ends.
+        """
+        start = 0
+        while (found := ends.search(self.left, start)) is None:
+            start = len(self.left)
+            if self.has_ended or start > most:
+                break
+            yield None
+        return self.take(start if found is None else found.start()).rstrip()
 
     def past(self, at: int, mark: str) -> Steps[int | None]:
         """Where a mark ends that stands at `at`, after spaces; None if something else does."""

@@ -139,14 +139,8 @@ class PythonArguments:
 
     def _word(self) -> Steps[None]:
         """Give out a key, or a value that is no text."""
-        reader, ends = self._reader, KEY_ENDS if self._is_key else VALUE_ENDS
-        start = 0
-        while (found := ends.search(reader.left, start)) is None:
-            start = len(reader.left)
-            if reader.has_ended or start > MAX_WORD:
-                break
-            yield None
-        word = reader.take(start if found is None else found.start()).rstrip()
+        ends = KEY_ENDS if self._is_key else VALUE_ENDS
+        word = yield from self._reader.word(ends, MAX_WORD)
         made = json.dumps(word, ensure_ascii=False) if self._is_key else value_of(word)
         yield self._piece(self._next() + made)
 
