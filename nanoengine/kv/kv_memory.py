@@ -78,7 +78,8 @@ class KVMemory:
         self._no_transfers = TransferCounters()
 
     def _make_states(self, spec: KVSpec) -> list[tuple[Tensor, Tensor]]:
-        recurrent, place = spec.recurrent, self.device.torch_device
+        """What a slot holds is read after its first write alone; padding rows read the last one."""
+        recurrent, num_slots = spec.recurrent, spec.num_state_slots + 1
         if recurrent is None:
             return []
         inputs, memory = recurrent.state_shapes
@@ -89,9 +90,13 @@ class KVMemory:
             for shape, dtype in kinds
         ]
         self._states = [
-            torch.zeros((num, spec.num_state_slots + 1, *shape), dtype=dtype, device=place)
+            torch.empty((num, num_slots, *shape), dtype=dtype, device=self.device.torch_device)
             for shape, dtype in kinds
         ]
+        for state in self._states:
+            if self.is_debugged:
+                state.fill_(torch.nan)
+            state[:, -1] = 0
         return list(zip(*self._states, strict=True))
 
     def save_state(self, slot: int, place: int) -> None:

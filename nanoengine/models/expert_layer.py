@@ -47,11 +47,13 @@ def make_router(
     ops: LayerOps, config: ExpertsConfig, weights: MixtureWeights, before_experts: Map | None
 ) -> Router:
     """Chooses the experts of rows. before_experts: what these see of x; None: x itself."""
-    product, before = ops.router(weights.router), weights.before_router
+    # Only these: `choose` lives as long as the layer, and the experts' weights must not.
+    bias, scale, before = weights.choice_bias, weights.scale, weights.before_router
+    product = ops.router(weights.router)
 
     def choose(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = product(x if before is None else before(x))
-        chosen = ops.route(config, logits, weights.choice_bias, weights.scale)
+        chosen = ops.route(config, logits, bias, scale)
         return *chosen, x if before_experts is None else before_experts(x)
 
     return choose

@@ -6,6 +6,7 @@ Streamed runs have the checking device, NaN in all undelivered memory and random
 from __future__ import annotations
 
 import itertools
+import mmap
 import random
 import re
 import threading
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from nanoengine import PromptTooLongError, SamplingParams
 from nanoengine.attention.torch_attention import TorchAttention
+from nanoengine.config.model import RecurrentConfig
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
@@ -50,11 +52,16 @@ STREAM = {
 }
 IN_PLACE = {"enable_cpu_offload": True, "offload_mode": "in_place", "debug_kv": True}
 
+STATM = Path("/proc/self/statm")
 Tiny = Callable[[str], Path]
 
 
 def greedy(num_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def resident_pages() -> int:
+    return int(STATM.read_text().split()[1])
 
 
 def some_ids(seed: int, length: int) -> list[int]:
@@ -445,6 +452,18 @@ def test_bytes_survive_a_round_trip(settings: dict[str, Any]) -> None:
     assert spec.block_bytes == 4 * token_bytes
     assert engine.counters.d2h_bytes == (4 + 4 + 3) * token_bytes
     assert engine.counters.h2d_bytes == 3 * token_bytes + 3 * sum(spec.read_bytes)
+    memory.close()
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="this system does not tell a process's memory")
+def test_states_that_nobody_uses_take_no_memory() -> None:
+    recurrent = RecurrentConfig((0, 1), 1, 64, 64, 64, 4)
+    spec = KVSpec(((1, 3),) * 2, 4, 4, torch.float32, 0, recurrent=recurrent, num_states=127)
+    assert spec.state_bytes > 256 << 20
+    before = resident_pages()
+    memory = KVMemory(spec, CpuDevice(1))
+    memory.copy_state(0, 1)
+    assert (resident_pages() - before) * mmap.PAGESIZE < 16 << 20
     memory.close()
 
 
