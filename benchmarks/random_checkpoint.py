@@ -1,24 +1,29 @@
 """A checkpoint of a real model's shape with random weights, for speeds: `bench.py compare --model`.
 
-    python -m benchmarks.random_checkpoint qwen3.6-27b FOLDER
+    python -m benchmarks.random_checkpoint qwen3.6-27b FOLDER [--gguf FILE]
 
 transformers makes it, with a few layers, and with as much less of the vocabulary: so the head takes
-the part of a step that it takes in the whole model. There is no tokenizer.
+the part of a step that it takes in the whole model. There is no tokenizer. FILE is the same model
+as Q4_0, for engines that read GGUF.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
+
 LAYERS = 4
 # model_type of transformers and what its configuration is told. Qwen3.6-27B: 64 layers, 248320
-# tokens; Qwen3-30B-A3B: 48 layers, 151936.
+# tokens; Qwen3-30B-A3B: 48 layers, 151936; Qwen3.5-2B: 24, 248320; Granite 4.0 H Tiny: 40, 100352;
+# LFM2-1.2B: 16, 65536.
 QWEN_27B: dict[str, Any] = {
     "hidden_size": 5120,
     "intermediate_size": 17408,
@@ -45,6 +50,60 @@ QWEN_30B_A3B: dict[str, Any] = {
     "head_dim": 128,
     "vocab_size": 151936 // 12,
 }
+QWEN_2B: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "tie_word_embeddings": True,
+    "vocab_size": 248320 // 3,
+}
+GRANITE_H_TINY: dict[str, Any] = {
+    "hidden_size": 1536,
+    "intermediate_size": 512,
+    "shared_intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "layer_types": ["mamba"] * 5 + ["attention"] + ["mamba"] * 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "num_local_experts": 64,
+    "num_experts_per_tok": 6,
+    "mamba_n_heads": 48,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "position_embedding_type": "nope",
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 100352 // 5,
+}
+LFM2_1B: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 12288,
+    "block_auto_adjust_ff_dim": True,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "num_hidden_layers": 8,
+    "layer_types": ["conv", "conv", "full_attention"] * 2 + ["conv", "full_attention"],
+    "conv_L_cache": 3,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "vocab_size": 65536 // 2,
+}
 COMMON = {
     "num_hidden_layers": LAYERS,
     "tie_word_embeddings": False,
@@ -53,7 +112,15 @@ COMMON = {
     "eos_token_id": 0,
     "pad_token_id": None,
 }
-SHAPES = {"qwen3.6-27b": ("qwen3_5_text", QWEN_27B), "qwen3-30b-a3b": ("qwen3_moe", QWEN_30B_A3B)}
+SHAPES = {
+    "qwen3.6-27b": ("qwen3_5_text", QWEN_27B),
+    "qwen3-30b-a3b": ("qwen3_moe", QWEN_30B_A3B),
+    "qwen3.5-2b": ("qwen3_5_text", QWEN_2B),
+    "granite-h-tiny": ("granitemoehybrid", GRANITE_H_TINY),
+    "lfm2-1.2b": ("lfm2", LFM2_1B),
+}
+# What llama.cpp keeps in float32: small, and multiplied by nothing or by a router's rows.
+IN_FLOAT32 = ("conv.conv", "conv1d", "norm", "ffn_gate_inp", "ssm_a", "ssm_beta", "ssm_d")
 
 
 def write(name: str, folder: Path) -> int:
@@ -69,13 +136,30 @@ def write(name: str, folder: Path) -> int:
     return int(model.num_parameters())
 
 
+def write_q4_0(folder: Path, path: Path) -> None:
+    """Write the GGUF of a checkpoint, whose matrices are Q4_0."""
+    import gguf
+    from gguf_model import GGUFModel, QuantType
+
+    model = GGUFModel(folder)
+    model.settings["general.file_type"] = int(gguf.LlamaFileType.MOSTLY_Q4_0)
+    for name, tensor in model.tensors.items():
+        if tensor.ndim > 1 and not any(part in name for part in IN_FLOAT32):
+            model.types[name] = QuantType.Q4_0
+    model.write(path)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Write one, and say how large it is."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--gguf", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
-    print(json.dumps({"folder": str(args.folder), "parameters": write(args.shape, args.folder)}))
+    made = write(args.shape, args.folder)
+    if args.gguf:
+        write_q4_0(args.folder, args.gguf)
+    print(json.dumps({"folder": str(args.folder), "parameters": made}))
 
 
 if __name__ == "__main__":
