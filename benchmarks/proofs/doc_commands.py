@@ -29,6 +29,12 @@ PAGES = (
     "docs/features.md",
     "docs/command_line.md",
     "docs/settings.md",
+    "docs/drafts.md",
+    "docs/attention.md",
+    "docs/kv_offload.md",
+    "docs/small_gpu.md",
+    "docs/gpu.md",
+    "docs/workers.md",
 )
 FENCED = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DEMO = "smollm2-135m"

@@ -1,4 +1,4 @@
-"""docs/command_line.md: its examples with output are run, and the flags of all others are real."""
+"""Commands of the pages: examples with output are run, and the flags of all others are real."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from tiny_model import LLAMA_8B
 from nanoengine.cli.main import DOORS, main, make_parser
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "command_line.md"
-EXAMPLES = re.findall(
-    r"^```console\n\$ nanoengine (.*?)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
-)
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+SHOWN = re.compile(r"^```console\n\$ nanoengine (.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EXAMPLES = [example for _, text in sorted(PAGES.items()) for example in SHOWN.findall(text)]
+SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"(?:^|\| |=\S+ )nanoengine (.*)$", re.MULTILINE)
+COMMANDS = {name: COMMAND.findall("".join(SHELL.findall(text))) for name, text in PAGES.items()}
 
 
 @pytest.fixture
@@ -42,15 +44,14 @@ def test_an_example_prints_what_the_page_shows(
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) == 3
+    found = {name: len(SHOWN.findall(text)) for name, text in PAGES.items()}
+    assert found["command_line.md"] == 3 and found["small_gpu.md"] == 1
+    assert COMMANDS["command_line.md"] and COMMANDS["workers.md"]
 
 
-def test_commands_have_flags_that_exist() -> None:
-    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [line for line in "".join(blocks).splitlines() if "nanoengine " in line]
-    commands = [found for line in lines if (found := re.search(r"(?:^|\s)nanoengine (.*)$", line))]
-    assert commands
-    for command in commands:
-        words = shlex.split(command[1], comments=True)
+@pytest.mark.parametrize("name", sorted(name for name in COMMANDS if COMMANDS[name]))
+def test_commands_have_flags_that_exist(name: str) -> None:
+    for command in COMMANDS[name]:
+        words = shlex.split(command, comments=True)
         if words[0] not in DOORS:
             assert make_parser()[0].parse_known_args(words)[1] == []
