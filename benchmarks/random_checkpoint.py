@@ -35,7 +35,6 @@ QWEN_27B: dict[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
     "vocab_size": 248320 // 16,
 }
 QWEN_30B_A3B: dict[str, Any] = {
@@ -62,7 +61,6 @@ QWEN_2B: dict[str, Any] = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
     "tie_word_embeddings": True,
     "vocab_size": 248320 // 3,
 }

@@ -1,10 +1,12 @@
-"""Tests of benchmarks/random_checkpoint.py: what it writes has the sizes that were given."""
+"""Tests of benchmarks/random_checkpoint.py: what it writes has the sizes given, and runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType, GGUFReader
+from transformers import AutoConfig
 
 from benchmarks import random_checkpoint
 from nanoengine import LLM, SamplingParams
@@ -15,52 +17,31 @@ SMALL = {
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "moe_intermediate_size": 40,
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "vocab_size": 120,
+    "vocab_size": 300,
 }
 
 
 @pytest.mark.parametrize("name", random_checkpoint.SHAPES)
-def test_it_has_the_sizes_that_were_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """transformers takes any name, so the size of a misspelt one would be its default."""
+def test_every_size_has_a_name_that_transformers_knows(name: str) -> None:
+    """It takes any name, so the size of a misspelt one would be its default."""
     kind, sizes = random_checkpoint.SHAPES[name]
-    small = sizes | {key: SMALL[key] for key in sizes if key in SMALL}
-    monkeypatch.setitem(random_checkpoint.SHAPES, name, (kind, small))
-    assert random_checkpoint.write(name, tmp_path) > 0
-    config = read_model_config(tmp_path)
-    found = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-    }
-    if config.recurrent is not None:
-        assert config.recurrent_layers == (0, 1, 2)
-        found |= {
-            "linear_num_key_heads": config.recurrent.num_key_heads,
-            "linear_num_value_heads": config.recurrent.num_value_heads,
-            "linear_key_head_dim": config.recurrent.key_dim,
-            "linear_value_head_dim": config.recurrent.value_dim,
-        }
-    if config.experts is not None:
-        found |= {
-            "num_experts": config.experts.count,
-            "num_experts_per_tok": config.experts.top_k,
-            "moe_intermediate_size": config.experts.inner_size,
-        }
-    assert found == {key: SMALL[key] for key in sizes if key in SMALL}
-    with LLM(str(tmp_path), device="cpu", num_gpu_blocks=4) as llm:
-        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-        (output,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 3
+    default = AutoConfig.for_model(kind)
+    assert [key for key in sizes if key != "head_dim" and not hasattr(default, key)] == []
+
+
+def test_numbers_and_codes_of_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, sizes = random_checkpoint.SHAPES["lfm2-1.2b"]
+    monkeypatch.setitem(random_checkpoint.SHAPES, "lfm2-1.2b", (kind, sizes | SMALL))
+    folder, path = tmp_path / "numbers", tmp_path / "codes.gguf"
+    random_checkpoint.main(["lfm2-1.2b", str(folder), "--gguf", str(path)])
+    config = read_model_config(folder)
+    assert (config.hidden_size, config.num_heads, config.num_kv_heads) == (64, 4, 2)
+    assert (config.vocab_size, config.num_layers) == (300, sizes["num_hidden_layers"])
+    types = {tensor.name: tensor.tensor_type for tensor in GGUFReader(path).tensors}
+    assert types["blk.0.shortconv.in_proj.weight"] == GGMLQuantizationType.Q4_0
+    assert types["blk.0.shortconv.conv.weight"] == GGMLQuantizationType.F32
+    for model in (folder, path):
+        with LLM(str(model), device="cpu", num_gpu_blocks=4) as llm:
+            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+            (output,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3
