@@ -15,7 +15,7 @@ from nanoengine.text.checked_json import strict_json
 CLOSERS = {"{": "}", "[": "]"}
 # What the template writes of Python's values that are no texts and no numbers.
 PYTHON_NAMES = {"None": None, "True": True, "False": False}
-KEY_ENDS, VALUE_ENDS = re.compile("[:,}]"), re.compile(r"[,}\]]")
+KEY_ENDS, VALUE_ENDS = re.compile("(?=[:,}])"), re.compile(r"(?=[,}\]])")
 MAX_WORD = 4096  # characters of a key, or of a value without quotes
 
 
@@ -47,15 +47,10 @@ class BareObject:
 
     def _mark(self) -> Steps[str]:
         """What comes next: the quote, a bracket, a comma or a colon; "" before anything else."""
-        reader = self._reader
-        while self._quote.startswith(reader.left) and not reader.has_ended:
-            if reader.left == self._quote:
-                break
-            yield None
-        if reader.left.startswith(self._quote):
+        if (yield from self._reader.past(0, self._quote)) is not None:
             return self._quote
-        first = reader.left[:1]
-        return first if first and first in "{}[],:" else ""
+        first = self._reader.left[0]
+        return first if first in "{}[],:" else ""
 
     def _after(self, mark: str) -> str:
         """What a mark is in JSON. A bracket closes the one that was opened last, whatever it is."""

@@ -14,7 +14,7 @@ from nanoengine.text.bare_object import MAX_WORD, inside, value_of
 
 OPENERS = {"{": "{", "[": "[", "(": "["}  # JSON has no tuples
 CLOSERS = {"{": "}", "[": "]", "(": "]"}
-KEY_ENDS, VALUE_ENDS = re.compile(r"[=:,)}\]]"), re.compile(r"[:,)}\]]")
+KEY_ENDS, VALUE_ENDS = re.compile(r"(?=[=:,)}\]])"), re.compile(r"(?=[:,)}\]])")
 ESCAPE = re.compile(
     r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|([0-7]{1,3})|(.))", re.DOTALL
 )
