@@ -26,7 +26,6 @@ from nanoengine.text.tool_syntax import (
     MAX_NAME,
     NAME,
     SPACES,
-    Bare,
     Calls,
     Named,
     Objects,
@@ -107,8 +106,6 @@ class ToolParser(PieceReader):
                     found = yield from self._named(at, body)
                 case Tagged():
                     found = yield from self._tagged(at, body)
-                case Bare():
-                    found = yield from self._bare(at, body)
                 case Calls():
                     found = yield from self._python(at, body)
             if found:
@@ -169,7 +166,10 @@ class ToolParser(PieceReader):
     def _named(self, at: int, body: Named) -> Steps[bool]:
         if (yield from self._head(at, body.head)) is None:
             return False
-        yield from self._json(JsonEnd(), is_given_out=True)
+        if body.quote:
+            yield from BareObject(self, body.quote, self._num_calls).read()
+        else:
+            yield from self._json(JsonEnd(), is_given_out=True)
         yield from self._skip_all(body.after)
         self._num_calls += 1
         return True
@@ -186,14 +186,6 @@ class ToolParser(PieceReader):
             comma = yield from self.past(0, ",")
             if (yield from self._head(comma or 0, PYTHON_HEAD)) is None:
                 return True
-
-    def _bare(self, at: int, body: Bare) -> Steps[bool]:
-        if (yield from self._head(at, body.head)) is None:
-            return False
-        yield from BareObject(self, body.quote, self._num_calls).read()
-        yield from self.skip(body.after)
-        self._num_calls += 1
-        return True
 
     def _tagged(self, at: int, body: Tagged) -> Steps[bool]:
         name = yield from self._head(at, body.head)

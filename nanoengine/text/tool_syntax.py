@@ -35,11 +35,13 @@ class Objects:
 @dataclass(frozen=True, slots=True)
 class Named:
     """A call as its name and its arguments, an object. head: from the mark to that object, a
-    regular expression whose group is the name. after: what may follow it.
+    regular expression whose group is the name. after: what may follow it. quote: what stands before
+    and after a text of an object whose keys have no quotes (bare_object.py); "": it is JSON.
     """
 
     head: str
     after: tuple[str, ...] = ()
+    quote: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +62,6 @@ class Tagged:
     after: tuple[str, ...]
     next_part: str
     trims: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Bare:
-    """A call as its name and an object whose keys have no quotes (bare_object.py).
-
-    head: as in Named. quote: what stands before and after a text. after: follows the object.
-    """
-
-    head: str
-    quote: str
-    after: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +100,7 @@ class ToolSyntax:
     name: str
     signs: tuple[str, ...]
     marks: tuple[str, ...] = ()
-    bodies: tuple[Objects | Named | Tagged | Bare | Calls, ...] = ()
+    bodies: tuple[Objects | Named | Tagged | Calls, ...] = ()
     frame: Frame | None = None
     is_bare: bool = False
     in_channels: bool = False
@@ -215,7 +205,7 @@ TOOL_SYNTAXES = (
         "gemma4",
         ("<|tool_call>", "call:"),
         marks=("<|tool_call>",),
-        bodies=(Bare(rf"{SPACES}call:{NAME}{SPACES}(?={{)", '<|"|>', "<tool_call|>"),),
+        bodies=(Named(rf"{SPACES}call:{NAME}{SPACES}(?={{)", ("<tool_call|>",), quote='<|"|>'),),
     ),
     ToolSyntax(
         "mistral",
