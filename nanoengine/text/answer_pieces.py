@@ -107,11 +107,6 @@ class PieceReader(ABC):
         self.take(found.end() - found.start())
         return taken
 
-    def word(self, ends: re.Pattern[str], most: int) -> Steps[str]:
-        """As `before`, without the spaces behind it; all that is left where that is None."""
-        found = yield from self.before(ends, most)
-        return (self.take(len(self.left)) if found is None else found).rstrip()
-
     def past(self, at: int, mark: str) -> Steps[int | None]:
         """Where a mark ends that stands at `at`, after spaces; None if something else does."""
         while True:
