@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,13 @@ from nanoengine.api.engine_thread import EngineThread
 from nanoengine.api.llm import LLM
 from nanoengine.api.outputs_so_far import OutputsSoFar
 from nanoengine.api.request_forms import (
+    GivenPrompt,
     Messages,
     OneParams,
     Prompt,
     TemplateKwargs,
     Tools,
+    chat_prompt,
     given_prompt,
     is_conversation,
     one_params,
@@ -32,13 +33,11 @@ from nanoengine.api.streaming import DeltaStream
 from nanoengine.config.engine import NAMES, Settings, shows_settings
 from nanoengine.errors import RequestError, ends_at_the_user, without_our_lines
 from nanoengine.outputs import RequestOutput
-from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.known_methods import explains_methods
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
 
 Answer = TypeVar("Answer")
-Opener = Callable[[LLM], DeltaStream]  # called in the engine's thread
 
 
 @explains_methods
@@ -91,8 +90,7 @@ class AsyncLLM:
         """
         if is_conversation(prompt):
             return self.chat(cast(Messages, prompt), sampling_params, request_id)
-        opener = partial(self._opener, prompt, sampling_params)
-        return self._outputs(opener, request_id, sampling_params)
+        return self._outputs(partial(self._opened, prompt, sampling_params, request_id))
 
     @explains_unknown(ARGUMENT, " of chat()")
     def chat(
@@ -107,7 +105,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation; see generate() and LLM.chat. The last output has messages."""
         template = add_generation_prompt, chat_template_kwargs
-        return self._answers(messages, sampling_params, request_id, template, (tools, tool_choice))
+        chat = messages, sampling_params, request_id, template, (tools, tool_choice)
+        return self._outputs(partial(self._opened_chat, *chat))
 
     @explains_unknown(ARGUMENT, " of stream()")
     async def stream(
@@ -124,8 +123,7 @@ class AsyncLLM:
         if is_conversation(prompt):
             return await self.stream_chat(cast(Messages, prompt), sampling_params, request_id)
         try:
-            opener = partial(self._opener, prompt, sampling_params)
-            return await self._open(opener, request_id, sampling_params)
+            return await self._opened(prompt, sampling_params, request_id)
         except RequestError as error:
             raise without_our_lines(error) from error.__cause__
 
@@ -142,10 +140,9 @@ class AsyncLLM:
     ) -> AsyncDeltaStream:
         """Queue one conversation; see stream() and LLM.stream_chat."""
         template = add_generation_prompt, chat_template_kwargs
+        chat = messages, sampling_params, request_id, template, (tools, tool_choice)
         try:
-            rules, held = await self._rules(sampling_params, tools, tool_choice)
-            opener = partial(self._chat_opener, messages, held, template, rules)
-            return await self._open(opener, request_id, held, rules)
+            return await self._opened_chat(*chat)
         except RequestError as error:
             raise without_our_lines(error) from error.__cause__
 
@@ -201,38 +198,53 @@ class AsyncLLM:
         """What `function(llm)` returns: the engine's thread calls it between two steps."""
         return await asyncio.wrap_future(self._engine.post(function))
 
-    async def _opener(self, prompt: Any, params: OneParams) -> Opener:
-        """How to open a stream of a prompt. A text is encoded in a thread of its own, so that a
-        long one holds up neither the caller's loop nor other requests.
+    async def _opened(
+        self, prompt: Any, params: OneParams, request_id: str | None
+    ) -> AsyncDeltaStream:
+        """The stream of a prompt. A text is encoded in a thread of its own, so that a long one
+        holds up neither the caller's loop nor other requests.
         """
+        await self._prepare(params)
         given = given_prompt(prompt)
         if isinstance(given.prompt, str):
-            prompt = await asyncio.to_thread(self._engine.encoded, given)
-        return lambda llm: llm.stream(prompt, params)
+            ids = await asyncio.to_thread(self._engine.inputs.encode, given.prompt)
+            salt = given.cache_salt
+            prompt = {"prompt_token_ids": ids, "prompt": given.prompt, "cache_salt": salt}
+        return await self._begun(lambda llm: llm.stream(prompt, params), request_id)
 
-    async def _chat_opener(
+    async def _opened_chat(
         self,
         messages: Messages,
-        held: SamplingParams,
-        template: tuple[bool, TemplateKwargs],
-        rules: ChatRules,
-    ) -> Opener:
-        """The same for a conversation."""
-        chat = messages, *template, rules.shown
-        request = await asyncio.to_thread(self._engine.rendered, *chat)
-        return lambda llm: llm.stream_held(request, held, rules)
-
-    async def _open(
-        self,
-        make_opener: Callable[[], Awaitable[Opener]],
-        request_id: str | None,
         params: OneParams,
+        request_id: str | None,
+        template: tuple[bool, TemplateKwargs],
+        tools: tuple[Tools, Any],
+    ) -> AsyncDeltaStream:
+        """The same of a conversation. tools: with their choice."""
+        rules, held = await self.call(lambda llm: llm.held_chat(params, *tools))
+        await self._prepare(held)
+
+        def rendered() -> GivenPrompt:
+            model = self._engine.inputs.tokenizer, self.plan.max_model_len
+            return chat_prompt(*model, messages, *template, rules.shown)
+
+        request = await asyncio.to_thread(rendered)
+        return await self._begun(
+            lambda llm: llm.stream_held(request, held, rules), request_id, rules
+        )
+
+    async def _prepare(self, params: OneParams) -> None:
+        """Compile the grammar of a form in a thread of its own, too; it is kept."""
+        given, inputs = one_params(params), self._engine.inputs
+        if given is not None and (form := given.form) is not None:
+            await asyncio.to_thread(lambda: inputs.grammars.state_of(form))
+
+    async def _begun(
+        self,
+        open_stream: Callable[[LLM], DeltaStream],
+        request_id: str | None,
         rules: ChatRules | None = None,
     ) -> AsyncDeltaStream:
-        given = one_params(params)
-        if given is not None and given.form is not None:
-            await asyncio.to_thread(self._engine.prepare, given.form)
-        open_stream = await make_opener()
         mailbox = self._engine.mailbox()
         begin = partial(self._engine.begin, mailbox, open_stream, request_id)
         try:
@@ -241,50 +253,17 @@ class AsyncLLM:
             self._engine.leave(mailbox)
             raise
 
-    async def _answers(
-        self,
-        messages: Messages,
-        params: OneParams,
-        request_id: str | None,
-        template: tuple[bool, TemplateKwargs],
-        tools: tuple[Tools, Any],
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a chat. tools: with their choice."""
-
-        try:
-            rules, held = await self._rules(params, *tools)
-        except RequestError as error:
-            raise without_our_lines(error) from error.__cause__
-        opener = partial(self._chat_opener, messages, held, template, rules)
-        outputs = self._outputs(opener, request_id, held)
-        async with aclosing(outputs):
-            async for output in outputs:
-                yield rules.with_messages(output) if output.finished else output
-
-    async def _rules(
-        self, params: OneParams, tools: Tools, choice: Any
-    ) -> tuple[ChatRules, SamplingParams]:
-        """The rules of a chat, and the parameters that hold its answer."""
-
-        def rules_of(llm: LLM) -> tuple[ChatRules, SamplingParams]:
-            rules = llm.chat_rules(tools, choice)
-            return rules, rules.params(one_params(params) or llm.llm_engine.inputs.default_params)
-
-        return await self.call(rules_of)
-
     async def _outputs(
-        self,
-        make_opener: Callable[[], Awaitable[Opener]],
-        request_id: str | None,
-        params: OneParams,
+        self, open_stream: Callable[[], Awaitable[AsyncDeltaStream]]
     ) -> AsyncGenerator[RequestOutput, None]:
         try:
-            async with await self._open(make_opener, request_id, params) as stream:
+            async with await open_stream() as stream:
                 so_far = OutputsSoFar(await stream.take())
                 begun = stream.begun()
                 while stream.output is None:
                     yield replace(begun, outputs=so_far.outputs())
                     so_far.add(await stream.take())
-                yield stream.output
+                rules, output = stream.rules, stream.output
+                yield output if rules is None else rules.with_messages(output)
         except RequestError as error:
             raise without_our_lines(error) from error.__cause__

@@ -30,7 +30,8 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
         request: RequestState,
         rules: ChatRules | None = None,
     ) -> None:
-        """rules: of a chat."""
+        """rules: of a chat, whose deltas have messages as they are iterated over."""
+        self.rules = rules
         self.output: RequestOutput | None = None  # once the request has ended
         self.error: Exception | None = None  # once take() has raised it
         self._engine = engine
@@ -74,7 +75,7 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
             if isinstance(error, RequestError):
                 raise without_our_lines(error) from error.__cause__
             raise
-        return deltas if self._reader is None else [*map(self._reader.read, deltas)]
+        return deltas
 
     async def whole(self) -> RequestOutput:
         """Wait for the end; no deltas are made until then. Raises what take() raises."""
@@ -106,7 +107,8 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
             self._ready.extend(await self.take())
         if not self._ready:
             raise StopAsyncIteration
-        return self._ready.popleft()
+        delta = self._ready.popleft()
+        return delta if self._reader is None else self._reader.read(delta)
 
     async def __aenter__(self) -> Self:
         return self

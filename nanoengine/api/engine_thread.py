@@ -14,21 +14,21 @@ from typing import Any, TypeVar
 
 from nanoengine.api.llm import LLM
 from nanoengine.api.mailbox import Mailbox
-from nanoengine.api.request_forms import GivenPrompt, Prompt, chat_prompt
 from nanoengine.api.streaming import DeltaStream
 from nanoengine.config.engine import Settings
 from nanoengine.devices.home_process import HomeProcess, join
 from nanoengine.engine.output_processor import RequestState
 from nanoengine.errors import EngineClosedError, RequestError
 from nanoengine.outputs import RequestOutput
-from nanoengine.sampling_params import StructuredOutputsParams
 from nanoengine.sequence import ScheduledBatch
 
 Answer = TypeVar("Answer")
 
 
 class EngineThread:
-    """The thread that owns the LLM. Others may call `post`, `check_open`, `leave` and `stop`."""
+    """The thread that owns the LLM. Others may call `post`, `check_open`, `leave` and `stop`, and
+    prepare requests with `inputs`.
+    """
 
     def __init__(self, model: str | Path, settings: Settings) -> None:
         self._home = HomeProcess()
@@ -55,21 +55,6 @@ class EngineThread:
             raise
 
     # -- for every thread
-
-    def prepare(self, form: StructuredOutputsParams) -> None:
-        """Compile the grammar of a form and keep it, while the engine's thread goes on. Raises
-        RequestErrors.
-        """
-        self.inputs.grammars.state_of(form)
-
-    def encoded(self, given: GivenPrompt) -> Prompt:
-        """A prompt with its text as token ids, too. Raises RequestErrors."""
-        ids = self.inputs.encode(given.prompt)
-        return {"prompt_token_ids": ids, "prompt": given.prompt, "cache_salt": given.cache_salt}
-
-    def rendered(self, *chat: Any) -> GivenPrompt:
-        """A conversation as a prompt; chat: what chat_prompt() takes beside the model's."""
-        return chat_prompt(self.inputs.tokenizer, self.plan.max_model_len, *chat)
 
     def mailbox(self) -> Mailbox:
         """A new mailbox for a caller on the running loop."""
@@ -121,12 +106,14 @@ class EngineThread:
 
     def _refuse(self, cause: BaseException | None) -> None:
         with self._changed:
+            if isinstance(cause, EngineClosedError):  # it speaks of the LLM, which nobody else has
+                cause = cause.__cause__
             self._cause = self._cause or cause
             self._is_closed = True
             self._changed.notify()
 
     def _refusal(self) -> EngineClosedError:
-        if self._cause is None or isinstance(self._cause, EngineClosedError):
+        if self._cause is None:
             return EngineClosedError("the engine was closed; make a new AsyncLLM")
         refusal = EngineClosedError(f"the engine failed and was closed: {self._cause!r}")
         refusal.__cause__ = self._cause

@@ -121,9 +121,7 @@ class Model:
 
     def stream(self, prompt: str | list[dict[str, str]]) -> Any:
         """The deltas of the answer to a text or a conversation (a DeltaStream)."""
-        if isinstance(prompt, str):
-            return self.llm.stream(prompt, self.params)
-        return self.llm.stream_chat(prompt, self.params)
+        return self.llm.stream(prompt, self.params)
 
     def deltas(self, stream: Any) -> Iterator[StreamDelta]:
         """Those of a stream. Until the first, a terminal shows how much of the prompt is read."""

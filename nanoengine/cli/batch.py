@@ -24,7 +24,8 @@ from nanoengine.cli.usage import UsageError
 from nanoengine.errors import RequestError, shown
 from nanoengine.sampling_params import SamplingParams, seeded
 from nanoengine.serving.answer_forms import OWN_FORM
-from nanoengine.serving.openai_answers import chat_body, completion_body, error_body
+from nanoengine.serving.openai_answers import error_body
+from nanoengine.serving.openai_chunks import ChatChunks, CompletionChunks
 from nanoengine.serving.openai_keys import check_refused
 from nanoengine.serving.openai_requests import (
     ChatRequest,
@@ -246,8 +247,8 @@ class Runner:
 
         rest = each.line.id, self._name, self._bytes_of
         if isinstance(each.request, ChatRequest):
-            return chat_body(each.request, *rest, outputs[0], self._parsers)
-        return completion_body(each.request, *rest, outputs)
+            return ChatChunks(each.request, *rest, self._parsers).whole(outputs)
+        return CompletionChunks(each.request, *rest).whole(outputs)
 
     def _refuse(self, line: Line, error: RequestError) -> None:
         status, body = error_body(error, line.url)

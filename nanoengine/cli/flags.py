@@ -14,7 +14,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from nanoengine.cli.usage import UsageError
-from nanoengine.config.engine import CHOICES, EngineConfig, make_config
+from nanoengine.config.engine import CHOICES, NAMES, EngineConfig, make_config
 from nanoengine.errors import ConfigError, InvalidParamsError, OutOfMemoryError, near_name, shown
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.known_names import SETTING, unknown_name
@@ -163,7 +163,7 @@ def _check_variables(environ: Mapping[str, str]) -> None:
     """Raises UsageError for a variable that seems to be a misspelt setting. Others with our prefix
     may be another program's.
     """
-    known = {*(field.name for field in fields(EngineConfig)), *OTHER_VARIABLES} - {"model"}
+    known = {*NAMES, *OTHER_VARIABLES} - {"model"}
     for variable in environ:
         name = variable.removeprefix(PREFIX).lower()
         if not variable.startswith(PREFIX) or name in known:
@@ -206,7 +206,7 @@ def read_settings(path: str) -> dict[str, Any]:
         raise UsageError(
             f"--config {path}: the model is named on the command line; leave 'model' out"
         )
-    known = {field.name for field in fields(EngineConfig)} - {"model"}
+    known = NAMES - {"model"}
     for name in content.keys() - known:
         raise UsageError(f"--config {path}: {unknown_name(SETTING, name, known)}")
     return content

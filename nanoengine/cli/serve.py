@@ -15,36 +15,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from nanoengine.cli.flags import PREFIX, add_flag, engine_config
+from nanoengine.cli.flags import add_flag, engine_config
 from nanoengine.cli.interrupts import ended_by_ctrl_c
 from nanoengine.cli.usage import UsageError
 from nanoengine.devices.logs import LOG_LEVEL, show_logs
 from nanoengine.errors import ConfigError
 from nanoengine.serving.listener import listen
-from nanoengine.serving.options import ServerOptions
+from nanoengine.serving.options import API_KEY, OPTIONS, ServerOptions
 
 LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra `server`
-API_KEY = PREFIX + "API_KEY"
-OPTIONS = {
-    "host": "address to listen on; 0.0.0.0 lets other machines in",
-    "port": "port; 0: any free one",
-    "api_key": f"what clients must show as a bearer token; better in ${API_KEY}",
-    "served_model_name": "name of the model in answers",
-    "max_open_texts": "texts that are generated or wait; more get status 429",
-    "queue_seconds": "longest wait for the first step, then status 503; 0: no limit",
-    "drain_seconds": "what open requests get to end in at shutdown",
-    "read_seconds": "what a client gets to send a body in",
-    "stall_seconds": "how long a client may read nothing of an answer",
-    "keep_alive_seconds": "a stream without a token for so long gets a comment",
-    "idle_seconds": "a connection without a request for so long is closed",
-    "max_body_mib": "largest body, MiB",
-    "allow_origins": "a web page that may call, https://HOST or *; may be given again",
-    "metrics_prefix": "of the names at /metrics: nanoengine or vllm",
-    "tool_call_parser": "how the model writes calls of tools; its chat template shows it",
-    "reasoning_parser": "how the model writes thoughts; its chat template shows it",
-    "tokenizer_info": "show the chat template at /tokenizer_info",
-    "engine_process": "run the engine in a process of its own, apart from HTTP and tokenising",
-}
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:

@@ -21,13 +21,12 @@ def form_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises InvalidParamsError.
     """
-    own, asked = given.get("structured_outputs"), given.get(CHAT_FORMAT)
-    form = None if asked is None else form_in(asked, CHAT_FORMAT)
-    if own is not None and form is not None:
+    form = form_in(given.get(CHAT_FORMAT), CHAT_FORMAT)
+    if form and given.get(OWN_FORM) is not None:
         raise InvalidParamsError(
-            f"{CHAT_FORMAT} and structured_outputs are two forms of one answer; give one of them"
+            f"{CHAT_FORMAT} and {OWN_FORM} are two forms of one answer; give one of them"
         )
-    return {} if form is None else {"structured_outputs": form}
+    return form
 
 
 def form_key(given: Mapping[str, Any]) -> str:
@@ -42,10 +41,12 @@ def form_key(given: Mapping[str, Any]) -> str:
     return OWN_FORM if given.get(OWN_FORM) is not None or not given.get("tools") else "tools"
 
 
-def form_in(asked: object, where: str) -> dict[str, Any] | None:
-    """The fields of StructuredOutputsParams in a format; None for any text. where: its place in
+def form_in(asked: object, where: str) -> dict[str, Any]:
+    """Fields of SamplingParams for a format; none for None and for any text. where: its place in
     the body. Raises InvalidParamsError.
     """
+    if asked is None:
+        return {}
     kind = asked.get("type") if isinstance(asked, Mapping) else None
     if not isinstance(asked, Mapping) or kind not in TYPES:
         raise InvalidParamsError(
@@ -54,12 +55,12 @@ def form_in(asked: object, where: str) -> dict[str, Any] | None:
             "and grammars"
         )
     if kind == "text":
-        return None
+        return {}
     if kind == "json_object":
-        return {"json_object": True}
+        return {OWN_FORM: {"json_object": True}}
     holder = asked.get("json_schema") if where == CHAT_FORMAT else asked
     schema = holder.get("schema") if isinstance(holder, Mapping) else None
     if not isinstance(schema, Mapping):
         place = f"{where}.json_schema" if where == CHAT_FORMAT else where
         raise InvalidParamsError(f"{place}.schema must be a JSON schema, got {shown(schema)}")
-    return {"json": schema}
+    return {OWN_FORM: {"json": schema}}

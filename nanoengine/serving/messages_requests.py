@@ -21,10 +21,12 @@ from nanoengine.serving.openai_requests import (
     read_text,
     template_kwargs,
     text_content,
+    text_part,
     with_effort,
 )
 from nanoengine.serving.tool_requests import call_of, messages_tools, result_of
 
+NO_OTHERS = "no images or files are read, and calls and results only from who makes them"
 ROLES = ("user", "assistant", "system")
 THINKING = ("enabled", "disabled", "adaptive")
 # What errors about parameters call them.
@@ -66,7 +68,7 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
         )
     if "stop_sequences" in given:
         params["stop"] = given["stop_sequences"]
-    params |= _form(given)
+    params |= form_in(_output_config(given).get("format"), OUTPUT_FORMAT)
     budget, variables = _thinking(given)
     params |= {} if budget is None else {"thinking_token_budget": budget}
     return ChatRequest(
@@ -95,13 +97,6 @@ def _thinking(given: dict[str, Any]) -> tuple[int | None, dict[str, Any] | None]
         raise InvalidParamsError("thinking of the type enabled, and no other, has budget_tokens")
     thinks = {"enable_thinking": kind != "disabled"}
     return budget, (variables or {}) | thinks | (template_kwargs(given) or {})
-
-
-def _form(given: dict[str, Any]) -> dict[str, Any]:
-    """Fields of SamplingParams for the format in output_config."""
-    asked = _output_config(given).get("format")
-    form = None if asked is None else form_in(asked, OUTPUT_FORMAT)
-    return {} if form is None else {"structured_outputs": form}
 
 
 def _output_config(given: dict[str, Any]) -> dict[str, Any]:
@@ -197,27 +192,13 @@ def _of(item: Any, index: int) -> list[dict[str, Any]]:
             said = text_content(given, ("text",), f"{here}.content")
             results.append(result_of(block.get("tool_use_id"), said, here))
         elif kind != ("assistant", "redacted_thinking"):
-            texts.append((place, block))
+            texts.append(text_part(block, ("text",), here, NO_OTHERS))
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if texts:
-        message["content"] = _texts(texts, f"{where}.content")
+        message["content"] = texts
     elif role == "assistant" and content and "tool_calls" not in message:
         message["content"] = ""  # it was thoughts alone
     elif not (results or len(message) > 1):
         message["content"] = text_content(content, ("text",), f"{where}.content")
     return [*results, *([message] if len(message) > 1 else [])]
-
-
-def _texts(blocks: list[tuple[int, Any]], where: str) -> list[dict[str, str]]:
-    """The blocks of a message that are texts, with their numbers. Raises InvalidPromptError."""
-    parts = []
-    for place, block in blocks:
-        text = block.get("text") if isinstance(block, dict) else None
-        if not isinstance(text, str) or block.get("type") != "text":
-            raise InvalidPromptError(
-                f'{where}[{place}] must be {{"type": "text", "text": "..."}}, got {shown(block)}; '
-                "no images or files are read, and calls and results only from who makes them"
-            )
-        parts.append({"type": "text", "text": text})
-    return parts

@@ -51,6 +51,9 @@ HISTOGRAMS = {
     "request_generation_tokens": ("tokens of a text", TOKENS),
 }
 LABELS = ("model_name", "engine")
+NO_LABELS: Mapping[str, str] = {}
+# Names of the share of a tier that is in use.
+SHARES = {"device": "kv_cache_usage_perc", "host": "kv_offload_cpu_cache_usage_perc"}
 ENGINE = "0"  # vLLM numbers its engines; here there is one
 
 
@@ -160,11 +163,8 @@ def _times(output: RequestOutput) -> dict[str, float | None]:
     metrics = output.metrics
     if metrics is None:
         return {}
-    began, first, end = (
-        metrics.first_scheduled_time,
-        metrics.first_token_time,
-        metrics.finished_time,
-    )
+    arrival, end = metrics.arrival_time, metrics.finished_time
+    began, first = metrics.first_scheduled_time, metrics.first_token_time
 
     def between(start: float | None, stop: float | None) -> float | None:
         return None if start is None or stop is None else stop - start
@@ -172,8 +172,8 @@ def _times(output: RequestOutput) -> dict[str, float | None]:
     return {
         "time_to_first_token_seconds": metrics.ttft_s,
         "request_time_per_output_token_seconds": metrics.tpot_s,
-        "e2e_request_latency_seconds": between(metrics.arrival_time, end),
-        "request_queue_time_seconds": between(metrics.arrival_time, began),
+        "e2e_request_latency_seconds": between(arrival, end),
+        "request_queue_time_seconds": between(arrival, began),
         "request_prefill_time_seconds": between(began, first),
         "request_decode_time_seconds": between(first, end),
         "request_inference_time_seconds": between(began, end),
@@ -195,29 +195,24 @@ class _EngineMetrics(Collector):
         stats = self.stats
         if stats is None:
             return
-        use, host = stats.device, stats.host
         yield self._gauge("num_requests_running", "requests in the steps", stats.num_running)
         yield self._gauge("num_requests_waiting", "requests in the queue", stats.num_waiting)
-        text = "share of the device's KV blocks that requests hold, 0 to 1"
-        yield self._gauge("kv_cache_usage_perc", text, use.num_used / use.num_blocks)
-        config = GaugeMetricFamily(
-            f"{self._prefix}:cache_config_info", "the KV cache", labels=[*LABELS, *self._config]
-        )
-        config.add_metric([*self._labels, *self._config.values()], 1.0)
-        yield config
+        yield self._gauge("cache_config_info", "the KV cache", 1.0, self._config)
         yield self._steps(stats.step_sizes)
-        yield self._blocks({"device": use} | ({} if host is None else {"host": host}))
-        if host is not None:
-            text = "share of the host's KV blocks that requests hold, 0 to 1"
-            yield self._gauge(
-                "kv_offload_cpu_cache_usage_perc", text, host.num_used / host.num_blocks
-            )
+        tiers = {"device": stats.device} | ({} if stats.host is None else {"host": stats.host})
+        yield self._blocks(tiers)
+        for tier, use in tiers.items():
+            text = f"share of the {tier}'s KV blocks that requests hold, 0 to 1"
+            yield self._gauge(SHARES[tier], text, use.num_used / use.num_blocks)
         for name, text, value in _counters(stats):
             yield self._counter(name, text, value)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        made = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=LABELS)
-        made.add_metric(self._labels, value)
+    def _gauge(
+        self, name: str, text: str, value: float, more: Mapping[str, str] = NO_LABELS
+    ) -> Metric:
+        """more: labels and their values."""
+        made = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=[*LABELS, *more])
+        made.add_metric([*self._labels, *more.values()], value)
         return made
 
     def _counter(self, name: str, text: str, value: float) -> Metric:

@@ -1,6 +1,6 @@
 """Writers of OpenAI's two first endpoints, which stream chunks: events without names. Know no HTTP.
 
-The chunks of a choice, joined, are that choice of the whole answer (openai_answers.py).
+The chunks of a choice, joined, are that choice of the whole answer.
 """
 
 from __future__ import annotations
@@ -8,16 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from nanoengine.outputs import RequestOutput, StreamDelta
+from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
 from nanoengine.serving.openai_answers import (
     Event,
     answer_head,
-    chat_body,
-    chat_usage,
-    completion_body,
-    finish_reason,
-    hides_thoughts,
-    reasoning_body,
     token_counts,
     usage,
 )
@@ -30,7 +24,7 @@ from nanoengine.serving.openai_logprobs import (
     prompt_text,
 )
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, Streaming
-from nanoengine.text.answer_parser import AnswerParser, ChatParsers, new_id
+from nanoengine.text.answer_parser import AnswerParser, ChatParsers, message_of, new_id
 from nanoengine.text.answer_pieces import Kind, Piece
 
 
@@ -88,18 +82,35 @@ class ChatChunks(_Chunks):
         """parsers: of the model's answers."""
         head = answer_head("chatcmpl", answer_id, "chat.completion.chunk", model)
         super().__init__(head, request.streaming or Streaming())
-        self._given = request, answer_id, model, token_bytes
         self._request = request
+        # Log-probabilities are those of the content alone where thoughts are not wanted.
+        self._hides_thoughts = parsers.reasoning is not None and not request.shows_reasoning
         self._token_bytes = token_bytes
         self._parsers = parsers
         self._prompt = ""
         # By the number of the choice.
-        self._begun: dict[int, AnswerParser] = {}
-        self._scores: dict[int, ContentLogprobs] = {}
+        self._begun: dict[int, tuple[AnswerParser, ContentLogprobs]] = {}
         self._calling: set[int] = set()  # choices that have called a tool
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        return chat_body(*self._given, outputs[0], self._parsers)
+        """The body of the answer; outputs: the only one."""
+        (output,) = outputs
+        choices = [self._whole_choice(output.prompt or "", made) for made in output.outputs]
+        whole = {"object": "chat.completion", "choices": choices, "usage": self._usage(outputs)}
+        return self._head | whole
+
+    def _whole_choice(self, prompt: str, made: CompletionOutput) -> dict[str, Any]:
+        parser, scores = self._readers(prompt)
+        pieces = parser.read(made.text, is_last=True)
+        message = message_of(pieces)
+        thoughts = message.reasoning if self._request.shows_reasoning else ""
+        body = message.as_dict() | {"refusal": None}
+        return {
+            "index": made.index,
+            "message": body | _reasoning_body(thoughts),
+            "logprobs": self._logprobs(made, pieces, scores),
+            "finish_reason": _finish_reason(made.finish_reason, bool(message.tool_calls)),
+        }
 
     def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
         """No chunks: a choice begins with its first delta."""
@@ -107,8 +118,16 @@ class ChatChunks(_Chunks):
         return super().begin(output, prompt_index)
 
     def _usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+        """With the tokens of the thoughts."""
         (output,) = outputs
-        return chat_usage(output, self._parsers, self._request.tools)
+        details = {"reasoning_tokens": self._parsers.num_thoughts(output, self._request.tools)}
+        return super()._usage([output]) | {"completion_tokens_details": details}
+
+    def _readers(self, prompt: str) -> tuple[AnswerParser, ContentLogprobs]:
+        """Of one answer."""
+        use = self._request.tools
+        hidden = self._parsers.hidden(self._request.params, use)
+        return self._parsers.parser(prompt, use), ContentLogprobs(self._token_bytes, hidden)
 
     def of(self, deltas: Iterable[StreamDelta], prompt_index: int) -> list[Event]:
         """The chunks of new deltas. A choice begins with a chunk that has the role and no text, as
@@ -118,32 +137,35 @@ class ChatChunks(_Chunks):
         for delta in deltas:
             self._num_out += len(delta.token_ids)
             if delta.index not in self._begun:
-                parser = self._parsers.parser(self._prompt, self._request.tools)
-                self._begun[delta.index] = parser
-                hidden = self._parsers.hidden(self._request.params, self._request.tools)
-                self._scores[delta.index] = ContentLogprobs(self._token_bytes, hidden)
+                self._begun[delta.index] = self._readers(self._prompt)
                 first = {"role": "assistant", "content": ""}
                 chunks.append(self._chunk(_chat_choice(delta.index, first, None, None)))
-            pieces = self._begun[delta.index].read(delta.text, delta.finish_reason is not None)
+            parser, scores = self._begun[delta.index]
+            pieces = parser.read(delta.text, delta.finish_reason is not None)
             said = self._said(delta.index, pieces)
-            reason = finish_reason(delta.finish_reason, delta.index in self._calling)
-            logprobs = self._logprobs(delta, pieces)
+            reason = _finish_reason(delta.finish_reason, delta.index in self._calling)
+            logprobs = self._logprobs(delta, pieces, scores)
+            if logprobs is not None and self._hides_thoughts and not logprobs["content"]:
+                logprobs = None
             if not said and (logprobs is not None or reason is not None):
                 said = [{}]
             for number, each in enumerate(said):
-                scores, end = None if number else logprobs, None if each is not said[-1] else reason
-                chunks.append(self._chunk(_chat_choice(delta.index, each, scores, end)))
+                own, end = None if number else logprobs, None if each is not said[-1] else reason
+                chunks.append(self._chunk(_chat_choice(delta.index, each, own, end)))
         return chunks
 
-    def _logprobs(self, delta: StreamDelta, pieces: list[Piece]) -> dict[str, Any] | None:
-        """Those of a delta, and of its pieces if there may be thoughts that are not wanted."""
-        found = chat_logprobs(delta, self._token_bytes, self._request.params.logprobs or 0)
-        if found is None or not hides_thoughts(self._request, self._parsers):
+    def _logprobs(
+        self,
+        made: CompletionOutput | StreamDelta,
+        pieces: list[Piece],
+        scores: ContentLogprobs,
+    ) -> dict[str, Any] | None:
+        """Those of new tokens, and of their pieces if there may be thoughts that are not wanted."""
+        found = chat_logprobs(made, self._token_bytes, self._request.params.logprobs or 0)
+        if found is None or not self._hides_thoughts:
             return found
-        scores = self._scores[delta.index]
-        scores.add(delta, found["content"])
-        content = scores.of(pieces)
-        return found | {"content": content} if content else None
+        scores.add(made, found["content"])
+        return found | {"content": scores.of(pieces)}
 
     def _said(self, index: int, pieces: list[Piece]) -> list[dict[str, Any]]:
         """What the pieces of a delta say, a part for each chunk: its text may be held back."""
@@ -160,14 +182,31 @@ class CompletionChunks(_Chunks):
     ) -> None:
         head = answer_head("cmpl", answer_id, "text_completion", model)
         super().__init__(head, request.streaming or Streaming(), request.echo_only)
-        self._given = request, answer_id, model, token_bytes
         self._request = request
         self._token_bytes = token_bytes
         # By the number of the choice; with echo, a choice begins with the prompt.
         self._logprobs = [CompletionLogprobs(token_bytes) for _ in range(request.num_completions)]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        return completion_body(*self._given, outputs)
+        """The body of the answer; outputs: of each prompt, in order."""
+        choices: list[dict[str, Any]] = []
+        for output in outputs:
+            for made in output.outputs:
+                choices.append({"index": len(choices)} | self._whole_choice(output, made))
+        return self._head | {"choices": choices, "usage": self._usage(outputs)}
+
+    def _whole_choice(self, output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
+        text, parts = "", []
+        if self._request.echo:
+            text = prompt_text(output, self._token_bytes)
+            parts.append(prompt_lists(output, text, self._token_bytes))
+        if not self._echo_only:
+            if made.logprobs is not None:
+                writer = CompletionLogprobs(self._token_bytes, len(text))
+                parts.append(writer.lists(made.token_ids, made.logprobs))
+            text += made.text
+        lists = _joined([part for part in parts if part is not None])
+        return {"text": text, "logprobs": lists, "finish_reason": made.finish_reason}
 
     def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
         """With echo, the prompt's text in each choice."""
@@ -207,17 +246,34 @@ class CompletionChunks(_Chunks):
         return _text_choice(index, delta.text, lists, delta.finish_reason)
 
 
+def _reasoning_body(text: str) -> dict[str, str]:
+    """Thoughts under the name that most clients read, and under vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _finish_reason(reason: str | None, has_calls: bool) -> str | None:
+    """Why a text ended, as OpenAI's chats say it."""
+    return "tool_calls" if reason == "stop" and has_calls else reason
+
+
 def _piece_body(piece: Piece) -> dict[str, Any]:
     """The delta of a piece; the name of a call comes once, with its id."""
     if piece.kind is Kind.CONTENT:
         return {"content": piece.text}
     if piece.kind is Kind.REASONING:
-        return reasoning_body(piece.text)
+        return _reasoning_body(piece.text)
     if piece.kind is Kind.ARGUMENTS:
         return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
     function = {"name": piece.text, "arguments": ""}
     call = {"index": piece.call, "id": new_id(), "type": "function", "function": function}
     return {"tool_calls": [call]}
+
+
+def _joined(parts: list[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:
+    """Lists of log-probabilities, one after the other; None if there are none."""
+    if not parts:
+        return None
+    return {name: [each for part in parts for each in part[name]] for name in parts[0]}
 
 
 def _says_something(delta: StreamDelta) -> bool:

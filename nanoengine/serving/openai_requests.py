@@ -184,14 +184,20 @@ def read_flag(given: dict[str, Any], name: str, default: bool = False) -> bool:
     return value
 
 
+def read_object(given: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """A key whose value is an object. Raises InvalidParamsError for another one."""
+    value = given.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise InvalidParamsError(f"{name} must be an object, got {shown(value)}")
+    return value
+
+
 def _streaming(given: dict[str, Any]) -> Streaming | None:
-    is_wanted, options = read_flag(given, "stream"), given.get("stream_options")
+    is_wanted, options = read_flag(given, "stream"), read_object(given, "stream_options")
     if options is None:
         return Streaming() if is_wanted else None
     if not is_wanted:
         raise InvalidParamsError("stream_options needs stream=true")
-    if not isinstance(options, dict):
-        raise InvalidParamsError(f"stream_options must be an object, got {shown(options)}")
     for name in options:
         if name not in STREAM_OPTIONS:
             raise unknown_key(name, STREAM_OPTIONS, " of stream_options")
@@ -247,16 +253,24 @@ def text_content(content: Any, kinds: tuple[str, ...], where: str) -> str | list
         raise InvalidPromptError(
             f"{where} must be a text or a list of text parts, got {shown(content)}"
         )
-    parts = []
-    for index, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
-        if not isinstance(text, str):
-            raise InvalidPromptError(
-                f'{where}[{index}] must be {{"type": "{kinds[0]}", "text": "..."}}, got '
-                f"{shown(part)}; no images, files or calls of tools are read"
-            )
-        parts.append({"type": "text", "text": text})
-    return parts
+    return [text_part(part, kinds, f"{where}[{index}]") for index, part in enumerate(content)]
+
+
+def text_part(
+    part: Any,
+    kinds: tuple[str, ...],
+    where: str,
+    hint: str = "no images, files or calls of tools are read",
+) -> dict[str, str]:
+    """A part of a message's content as a chat has it. Raises InvalidPromptError for another part,
+    which says the hint.
+    """
+    text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
+    if not isinstance(text, str):
+        raise InvalidPromptError(
+            f'{where} must be {{"type": "{kinds[0]}", "text": "..."}}, got {shown(part)}; {hint}'
+        )
+    return {"type": "text", "text": text}
 
 
 def params_from(
@@ -303,12 +317,8 @@ def _check_sizes(given: dict[str, Any]) -> None:
 
 def template_kwargs(body: dict[str, Any]) -> dict[str, Any] | None:
     """The variables of the chat template in a body. Raises InvalidParamsError."""
-    given = body.get("chat_template_kwargs")
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        raise InvalidParamsError(f"chat_template_kwargs must be an object, got {shown(given)}")
-    for name in given:
+    given = read_object(body, "chat_template_kwargs")
+    for name in given or ():
         if name not in TEMPLATE_VARIABLES:
             near = near_name(name, TEMPLATE_VARIABLES)
             hint = f"did you mean {near!r}?" if near else f"it may: {', '.join(TEMPLATE_VARIABLES)}"

@@ -11,6 +11,28 @@ from nanoengine.text.tool_syntax import BY_NAME as TOOL_PARSERS
 MAX_SECONDS = 86400.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PREFIXES = ("nanoengine", "vllm")
+API_KEY = "NANOENGINE_API_KEY"  # a variable of the environment
+# Field -> what it is; --help shows it.
+OPTIONS = {
+    "host": "address to listen on; 0.0.0.0 lets other machines in",
+    "port": "port; 0: any free one",
+    "api_key": f"what clients must show as a bearer token; better in ${API_KEY}",
+    "served_model_name": "name of the model in answers",
+    "max_open_texts": "texts that are generated or wait; more get status 429",
+    "queue_seconds": "longest wait for the first step, then status 503; 0: no limit",
+    "drain_seconds": "what open requests get to end in at shutdown",
+    "read_seconds": "what a client gets to send a body in",
+    "stall_seconds": "how long a client may read nothing of an answer",
+    "keep_alive_seconds": "a stream without a token for so long gets a comment",
+    "idle_seconds": "a connection without a request for so long is closed",
+    "max_body_mib": "largest body, MiB",
+    "allow_origins": "a web page that may call, https://HOST or *; may be given again",
+    "metrics_prefix": "of the names at /metrics: nanoengine or vllm",
+    "tool_call_parser": "how the model writes calls of tools; its chat template shows it",
+    "reasoning_parser": "how the model writes thoughts; its chat template shows it",
+    "tokenizer_info": "show the chat template at /tokenizer_info",
+    "engine_process": "run the engine in a process of its own, apart from HTTP and tokenising",
+}
 # Field -> smallest and largest value.
 COUNTS = {"port": (0, 65535), "max_open_texts": (1, MAX_COUNT), "max_body_mib": (1, 1024)}
 SECONDS = {
@@ -25,25 +47,7 @@ SECONDS = {
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What `nanoengine serve` takes beside the engine's settings.
-
-    port: 0 takes any free one.
-    api_key: what clients send as `Authorization: Bearer KEY`; None lets everybody in.
-    served_model_name: the model's name in answers (default: as it was given).
-    max_open_texts: texts that are generated or wait; more get status 429.
-    queue_seconds: how long a request may wait for its first step, then status 503; 0: no limit.
-    drain_seconds: what open requests get to end in when the server is told to stop.
-    read_seconds: how long a client may take to send a body.
-    stall_seconds: how long a client may read nothing of an answer.
-    keep_alive_seconds: after so long without a token a stream gets a comment.
-    idle_seconds: how long a connection stays open without a request.
-    max_body_mib: largest body.
-    allow_origins: web pages that may call, as in https://chat.example, or * for all.
-    metrics_prefix: of the names at /metrics.
-    tool_call_parser, reasoning_parser: how the model writes calls of tools and thoughts, by vLLM's
-    names of parsers (default: as its chat template shows).
-    tokenizer_info: whether /tokenizer_info shows the chat template.
-    engine_process: run the engine in a process of its own.
+    """What `nanoengine serve` takes beside the engine's settings; OPTIONS says what each field is.
 
     Raises ConfigError for a value out of range.
     """

@@ -26,6 +26,7 @@ from nanoengine.serving.openai_requests import (
     params_from,
     plain_messages,
     read_flag,
+    read_object,
     template_kwargs,
     text_content,
     top_logprobs,
@@ -86,24 +87,22 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
     given = given_keys(body, KNOWN, REFUSED)
     params = {name: given[name] for name in SAME if name in given}
     params |= {"max_tokens": given.get("max_output_tokens"), "logprobs": _logprobs(given)}
-    text_format = _text_format(given)
-    if (form := form_in(text_format, TEXT_FORMAT)) is not None:
-        params["structured_outputs"] = form
+    text_format = _within(given, "text", "format", "verbosity", VERBOSITY)
+    params |= form_in(text_format, TEXT_FORMAT)
+    effort = _within(given, "reasoning", "effort", "summary", SUMMARY)
     is_parallel = read_flag(given, "parallel_tool_calls", True)
     chat = ChatRequest(
         _messages(given),
         params_from(
             defaults, params, {"max_tokens": "max_output_tokens", OWN_FORM: form_key(given)}
         ),
-        with_effort(template_kwargs(given), _effort(given), "reasoning.effort"),
+        with_effort(template_kwargs(given), effort, "reasoning.effort"),
         **common_keys(given),
         tools=responses_tools(given.get("tools"), given.get("tool_choice"), is_parallel),
     )
-    user, metadata = given.get("user", ""), given.get("metadata", {})
-    if not isinstance(user, str):
+    if not isinstance(user := given.get("user", ""), str):
         raise InvalidParamsError(f"user must be a text, got {shown(user)}")
-    if not isinstance(metadata, dict):
-        raise InvalidParamsError(f"metadata must be an object, got {shown(metadata)}")
+    read_object(given, "metadata")
     repeated = {name: given.get(name) for name in REPEATED} | {
         "tools": given.get("tools", []),
         "tool_choice": given.get("tool_choice", "auto"),
@@ -115,35 +114,22 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
                 f"{name} is nested too deeply for an answer that repeats it: the limit is "
                 f"{MAX_DEPTH - 1} levels"
             )
-    return ResponsesRequest(chat, repeated, text_format)
+    return ResponsesRequest(chat, repeated, PLAIN if text_format is None else text_format)
 
 
-def _text_format(given: dict[str, Any]) -> Any:
-    """The format in `text`, which may hold a verbosity, too. Raises InvalidParamsError."""
-    text = given.get("text", {})
-    if not isinstance(text, dict):
-        raise InvalidParamsError(f"text must be an object, got {shown(text)}")
-    for name in text.keys() - {"format"}:
-        if name != "verbosity":
-            raise unknown_key(name, ("format", "verbosity"), " of text")
-        if text[name] is not None:
-            check_refused("text.verbosity", text[name], VERBOSITY)
-    return PLAIN if text.get("format") is None else text["format"]
-
-
-def _effort(given: dict[str, Any]) -> Any:
-    """How much to think, from `reasoning`. Raises InvalidParamsError."""
-    reasoning = given.get("reasoning")
-    if reasoning is None:
-        return None
-    if not isinstance(reasoning, dict):
-        raise InvalidParamsError(f"reasoning must be an object, got {shown(reasoning)}")
-    for name, value in reasoning.items():
-        if name not in ("effort", "summary"):
-            raise unknown_key(name, ("effort", "summary"), " of reasoning")
-        if name == "summary" and value is not None:
-            check_refused("reasoning.summary", value, SUMMARY)
-    return reasoning.get("effort")
+def _within(
+    given: dict[str, Any], key: str, wanted: str, other: str, row: tuple[tuple[Any, ...], str]
+) -> Any:
+    """What the object under a key has as `wanted`. It may hold `other`, too, which is refused as
+    its row says. Raises InvalidParamsError.
+    """
+    found = read_object(given, key) or {}
+    for name, value in found.items():
+        if name not in (wanted, other):
+            raise unknown_key(name, (wanted, other), f" of {key}")
+        if name == other and value is not None:
+            check_refused(f"{key}.{name}", value, row)
+    return found.get(wanted)
 
 
 def _logprobs(given: dict[str, Any]) -> int | None:

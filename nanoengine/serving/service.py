@@ -76,19 +76,13 @@ class Service:
         """Generate the texts; send them whole, or as events if that is wanted. last: what a stream
         ends with.
         """
-        with _form_named(asked):
-            return await self._answer(request, asked, writer, last)
-
-    async def _answer(
-        self, request: Request, asked: Asked, writer: Writer, last: bytes
-    ) -> Response:
-        prompts = await unless_gone(request, self.prompts_of(asked))
-        if prompts is None:
-            return GONE
-        if asked.streaming is None:
-            answer = await unless_gone(request, self._whole(asked, prompts, writer))
-            return GONE if answer is None else answer
-        with ExitStack() as held:
+        with _form_named(asked), ExitStack() as held:
+            prompts = await unless_gone(request, self.prompts_of(asked))
+            if prompts is None:
+                return GONE
+            if asked.streaming is None:
+                answer = await unless_gone(request, self._whole(asked, prompts, writer))
+                return GONE if answer is None else answer
             streams = await unless_gone(request, self._streams(asked, prompts, held))
             if streams is None:
                 return GONE

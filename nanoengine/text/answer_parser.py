@@ -6,7 +6,7 @@ ChatParsers holds what is known of a model; an AnswerParser reads one answer, as
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -35,11 +35,11 @@ ID_LENGTH = 9  # Mistral's templates take no other ids of calls
 class AnswerParser:
     """Reads one answer. Pieces of one kind that follow each other are one."""
 
-    def __init__(
-        self, reasoning: PieceReader | None, tools: PieceReader | None, most_calls: int | None
-    ) -> None:
-        """tools: reads what `reasoning` leaves. most_calls: later ones are dropped."""
-        self._readers = [reader for reader in (reasoning, tools) if reader is not None]
+    def __init__(self, readers: Sequence[PieceReader], most_calls: int | None) -> None:
+        """readers: each reads the content that the one before it leaves. most_calls: later ones are
+        dropped.
+        """
+        self._readers = readers
         self._most_calls = most_calls
         self._end = 0  # of the text so far
 
@@ -156,15 +156,15 @@ class ChatParsers:
         syntax = None if use is None else self._syntax(use)
         row = self.reasoning
         if (row is not None and row.in_channels) or (syntax is not None and syntax.in_channels):
-            return AnswerParser(None, ChannelParser(schemas), most)
+            return AnswerParser([ChannelParser(schemas)], most)
         make_calls = None if syntax is None else partial(ToolParser, syntax, schemas)
         marks = () if syntax is None else syntax.marks
-        thoughts = (
-            None
-            if row is None
-            else ReasoningParser(row, row.is_open_after(prompt), marks, make_calls)
-        )
-        return AnswerParser(thoughts, None if make_calls is None else make_calls(), most)
+        readers: list[PieceReader] = []
+        if row is not None:
+            readers.append(ReasoningParser(row, row.is_open_after(prompt), marks, make_calls))
+        if make_calls is not None:
+            readers.append(make_calls())
+        return AnswerParser(readers, most)
 
     def message(self, text: str, prompt: str, use: ToolUse | None) -> ChatMessage:
         """The message that a whole answer is."""
@@ -210,19 +210,10 @@ class ChatParsers:
 
 def message_of(pieces: Iterable[Piece]) -> ChatMessage:
     """The message that the pieces of a whole answer make."""
-    texts = {Kind.CONTENT: "", Kind.REASONING: ""}
-    names: dict[int, str] = {}
-    arguments: dict[int, str] = {}
-    for piece in pieces:
-        if piece.kind in texts:
-            texts[piece.kind] += piece.text
-        elif piece.kind is Kind.NAME:
-            names[piece.call] = piece.text
-        else:
-            arguments[piece.call] = arguments.get(piece.call, "") + piece.text
-    calls = tuple(ToolCall(new_id(), name, arguments.get(i, "")) for i, name in names.items())
-    content = texts[Kind.CONTENT]
-    return ChatMessage(content if content or not calls else None, texts[Kind.REASONING], calls)
+    whole = delta_of(pieces)
+    calls = tuple(ToolCall(str(c.id), str(c.name), c.arguments) for c in whole.tool_calls)
+    content = whole.content if whole.content or not calls else None
+    return ChatMessage(content, whole.reasoning, calls)
 
 
 def delta_of(pieces: Iterable[Piece]) -> MessageDelta:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable
@@ -10,6 +11,8 @@ from enum import Enum
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+MAX_END = 64  # characters of what ends a part of an answer
 
 
 class Kind(Enum):
@@ -81,26 +84,28 @@ class PieceReader(ABC):
         taken, self.left = self.left[:length], self.left[length:]
         return taken
 
-    def skip_spaces(self) -> Steps[bool]:
-        """Wait for the next character that is no space; False if the text ends before."""
-        while not self.left.lstrip():
-            if self.has_ended:
-                return False
+    def skip_spaces(self, spaces: str | None = None) -> Steps[bool]:
+        """Take spaces up to the next other character; False if the text ends before it. spaces:
+        which ones; None: all that Unicode has.
+        """
+        while not (left := self.left.lstrip(spaces)) and not self.has_ended:
             yield None
-        self.left = self.left.lstrip()
-        return True
+        self.left = left
+        return bool(left)
 
-    def word(self, ends: re.Pattern[str], most: int) -> Steps[str]:
-        """Take what comes before `ends`, without the spaces behind it; all, if that is over `most`
-        characters or the text ends.
+    def before(self, ends: re.Pattern[str], most: float = math.inf) -> Steps[str | None]:
+        """Take what comes before `ends`, and what that matches, of up to MAX_END characters. None,
+        and nothing is taken, if over `most` characters come before, or the text ends.
         """
         start = 0
         while (found := ends.search(self.left, start)) is None:
-            start = len(self.left)
-            if self.has_ended or start > most:
-                break
+            if self.has_ended or len(self.left) > most:
+                return None
+            start = max(0, len(self.left) - MAX_END)
             yield None
-        return self.take(start if found is None else found.start()).rstrip()
+        taken = self.take(found.start())
+        self.take(found.end() - found.start())
+        return taken
 
     def past(self, at: int, mark: str) -> Steps[int | None]:
         """Where a mark ends that stands at `at`, after spaces; None if something else does."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
+from typing import Any
 
 from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, Steps, num_held_back
 from nanoengine.text.checked_json import strict_json
@@ -15,7 +17,7 @@ from nanoengine.text.checked_json import strict_json
 CLOSERS = {"{": "}", "[": "]"}
 # What the template writes of Python's values that are no texts and no numbers.
 PYTHON_NAMES = {"None": None, "True": True, "False": False}
-KEY_ENDS, VALUE_ENDS = re.compile("[:,}]"), re.compile(r"[,}\]]")
+KEY_ENDS, VALUE_ENDS = re.compile("(?=[:,}])"), re.compile(r"(?=[,}\]])")
 MAX_WORD = 4096  # characters of a key, or of a value without quotes
 
 
@@ -47,15 +49,10 @@ class BareObject:
 
     def _mark(self) -> Steps[str]:
         """What comes next: the quote, a bracket, a comma or a colon; "" before anything else."""
-        reader = self._reader
-        while self._quote.startswith(reader.left) and not reader.has_ended:
-            if reader.left == self._quote:
-                break
-            yield None
-        if reader.left.startswith(self._quote):
+        if (yield from self._reader.past(0, self._quote)) is not None:
             return self._quote
-        first = reader.left[:1]
-        return first if first and first in "{}[],:" else ""
+        first = self._reader.left[0]
+        return first if first in "{}[],:" else ""
 
     def _after(self, mark: str) -> str:
         """What a mark is in JSON. A bracket closes the one that was opened last, whatever it is."""
@@ -83,8 +80,7 @@ class BareObject:
     def _word(self) -> Steps[None]:
         """Give out a key, or a value that is no text."""
         ends = KEY_ENDS if self._is_key else VALUE_ENDS
-        word = yield from self._reader.word(ends, MAX_WORD)
-        yield self._piece(json.dumps(word, ensure_ascii=False) if self._is_key else value_of(word))
+        yield self._piece((yield from word(self._reader, ends, self._is_key)))
 
     def _piece(self, text: str) -> Piece:
         return Piece(Kind.ARGUMENTS, text, self._call)
@@ -95,11 +91,14 @@ def inside(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def value_of(word: str) -> str:
-    """A value without quotes: what JSON reads, or else a text."""
-    if word in PYTHON_NAMES:
-        return json.dumps(PYTHON_NAMES[word])
-    try:
-        return json.dumps(strict_json(word), ensure_ascii=False)
-    except ValueError:
-        return json.dumps(word, ensure_ascii=False)
+def word(reader: PieceReader, ends: re.Pattern[str], is_key: bool) -> Steps[str]:
+    """Take a key or a value without quotes, up to `ends`, and return it as JSON: a key as a text, a
+    value as what JSON or Python reads, or else as a text.
+    """
+    found = yield from reader.before(ends, MAX_WORD)
+    text = (reader.take(len(reader.left)) if found is None else found).rstrip()
+    value: Any = text
+    if not is_key:
+        with suppress(ValueError):
+            value = PYTHON_NAMES[text] if text in PYTHON_NAMES else strict_json(text)
+    return json.dumps(value, ensure_ascii=False)

@@ -10,7 +10,6 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +29,11 @@ ENTRY = 16 << 10  # bytes that a small one counts for: its grammar takes more th
 COMPILE_SECONDS = 3.0
 MAX_REASON = 300  # characters of llguidance's errors
 # Of one step, so that no grammar keeps other requests waiting; llguidance's defaults are higher.
-LIMITS = {"max_items_in_row": 1000, "step_lexer_fuel": 100_000, "max_lexer_states": 20_000}
+LIMITS: dict[str, Any] = {
+    "max_items_in_row": 1000,
+    "step_lexer_fuel": 100_000,
+    "max_lexer_states": 20_000,
+}
 
 
 class Grammars:
@@ -99,14 +102,16 @@ class Grammars:
                 self._num_bytes -= _cost(oldest)
 
     def _compile(self, source: tuple[str, str]) -> Any:
-        library = self._library
+        vocabulary = self._vocabulary
+        from llguidance import LLMatcher, LLParserLimits
+
         kind, text = source
         try:
             if kind == "json" and '"format"' in text:
                 text = json.dumps(without_other_formats(json.loads(text)), ensure_ascii=False)
             grammar = self._tried(kind, text)
-            limits = library.limits(verbose_errors=False, **LIMITS)
-            compiled = library.matcher(library.tokenizer, grammar, log_level=0, limits=limits)
+            limits = LLParserLimits(verbose_errors=False, **LIMITS)
+            compiled = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
             compiled.deep_copy().compute_bitmask()  # the first one takes the longest
             error = compiled.get_error()
         except BaseException as refusal:
@@ -144,16 +149,16 @@ class Grammars:
         return [t for i in self._tokenizer.special_ids if (t := backend.id_to_token(i))]
 
     @cached_property
-    def _library(self) -> _Library:
-        """llguidance with this vocabulary, which takes it up to a second to read."""
+    def _vocabulary(self) -> Any:
+        """llguidance's LLTokenizer, which takes up to a second to make."""
         try:
-            from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+            from llguidance import LLTokenizer
         except ImportError as error:
             raise InvalidParamsError(
                 "structured_outputs needs llguidance: pip install 'nanoengine[structured]'"
             ) from error
         try:
-            tokenizer = LLTokenizer(
+            return LLTokenizer(
                 self._tokenizer.backend.to_str(),
                 n_vocab=self._num_tokens,
                 eos_token=self._eos_token_ids,
@@ -163,7 +168,6 @@ class Grammars:
                 f"structured_outputs does not work with this model's tokenizer: "
                 f"{_reason(str(error))}"
             ) from error
-        return _Library(LLMatcher, LLParserLimits, tokenizer)
 
 
 class GrammarState:
@@ -204,15 +208,6 @@ class GrammarState:
         may allow other cuts, so these are guesses. The state stays as it is.
         """
         return tuple(self._matcher.compute_ff_tokens())
-
-
-@dataclass(frozen=True, slots=True)
-class _Library:
-    """Classes of llguidance, and its view of the vocabulary."""
-
-    matcher: Any
-    limits: Any
-    tokenizer: Any
 
 
 def _cost(source: tuple[str, str]) -> int:

@@ -6,15 +6,14 @@ Sources: the chat templates of LFM2.5 (LiquidAI/LFM2.5-8B-A1B) and OLMo 3.
 
 from __future__ import annotations
 
-import json
 import re
 
 from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, Steps
-from nanoengine.text.bare_object import MAX_WORD, inside, value_of
+from nanoengine.text.bare_object import inside, word
 
 OPENERS = {"{": "{", "[": "[", "(": "["}  # JSON has no tuples
 CLOSERS = {"{": "}", "[": "]", "(": "]"}
-KEY_ENDS, VALUE_ENDS = re.compile(r"[=:,)}\]]"), re.compile(r"[:,)}\]]")
+KEY_ENDS, VALUE_ENDS = re.compile(r"(?=[=:,)}\]])"), re.compile(r"(?=[:,)}\]])")
 ESCAPE = re.compile(
     r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|([0-7]{1,3})|(.))", re.DOTALL
 )
@@ -140,8 +139,7 @@ class PythonArguments:
     def _word(self) -> Steps[None]:
         """Give out a key, or a value that is no text."""
         ends = KEY_ENDS if self._is_key else VALUE_ENDS
-        word = yield from self._reader.word(ends, MAX_WORD)
-        made = json.dumps(word, ensure_ascii=False) if self._is_key else value_of(word)
+        made = yield from word(self._reader, ends, self._is_key)
         yield self._piece(self._next() + made)
 
     def _piece(self, text: str) -> Piece:

@@ -38,10 +38,9 @@ REASONING_SYNTAXES = (
     ReasoningSyntax("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningSyntax("deepseek_r1", "<think>", "</think>"),
 )
-ALIASES = dict.fromkeys(("qwen3", "glm45"), "deepseek_r1")  # the same tags
 BY_NAME = {row.name: row for row in REASONING_SYNTAXES}
+BY_NAME |= dict.fromkeys(("qwen3", "glm45"), BY_NAME["deepseek_r1"])  # the same tags
 MAX_MARKS = 16  # of calls, in thoughts that never end; the rest is thoughts
-BY_NAME |= {alias: BY_NAME[name] for alias, name in ALIASES.items()}
 
 
 def mark_ids(
@@ -134,13 +133,10 @@ class ReasoningParser(PieceReader):
     def _read(self) -> Steps[None]:
         begins = yield from self.skip(self._syntax.begin)
         if begins or self._is_open:
-            yield from self._lines_skipped()
+            yield from self.skip_spaces("\n")
             yield from self._thoughts()
-            yield from self._lines_skipped()
-        while not self.has_ended:
-            yield Piece(Kind.CONTENT, self.take(len(self.left)))
-            yield None
-        yield Piece(Kind.CONTENT, self.take(len(self.left)))
+            yield from self.skip_spaces("\n")
+        yield from self.until((), Kind.CONTENT)
 
     def _thoughts(self) -> Steps[None]:
         """Give out all before the end, but for the line breaks before it. From the mark of a call
@@ -171,10 +167,3 @@ class ReasoningParser(PieceReader):
                 return start
             start += len(mark)
         return len(self.left)
-
-    def _lines_skipped(self) -> Steps[None]:
-        while True:
-            self.left = self.left.lstrip("\n")
-            if self.left or self.has_ended:
-                return
-            yield None

@@ -24,10 +24,8 @@ from nanoengine.text.checked_json import object_in
 from nanoengine.text.python_arguments import PythonArguments
 from nanoengine.text.tool_syntax import (
     MAX_NAME,
-    MAX_PART,
     NAME,
     SPACES,
-    Bare,
     Calls,
     Named,
     Objects,
@@ -108,8 +106,6 @@ class ToolParser(PieceReader):
                     found = yield from self._named(at, body)
                 case Tagged():
                     found = yield from self._tagged(at, body)
-                case Bare():
-                    found = yield from self._bare(at, body)
                 case Calls():
                     found = yield from self._python(at, body)
             if found:
@@ -170,7 +166,10 @@ class ToolParser(PieceReader):
     def _named(self, at: int, body: Named) -> Steps[bool]:
         if (yield from self._head(at, body.head)) is None:
             return False
-        yield from self._json(JsonEnd(), is_given_out=True)
+        if body.quote:
+            yield from BareObject(self, body.quote, self._num_calls).read()
+        else:
+            yield from self._json(JsonEnd(), is_given_out=True)
         yield from self._skip_all(body.after)
         self._num_calls += 1
         return True
@@ -188,14 +187,6 @@ class ToolParser(PieceReader):
             if (yield from self._head(comma or 0, PYTHON_HEAD)) is None:
                 return True
 
-    def _bare(self, at: int, body: Bare) -> Steps[bool]:
-        if (yield from self._head(at, body.head)) is None:
-            return False
-        yield from BareObject(self, body.quote, self._num_calls).read()
-        yield from self.skip(body.after)
-        self._num_calls += 1
-        return True
-
     def _tagged(self, at: int, body: Tagged) -> Steps[bool]:
         name = yield from self._head(at, body.head)
         if name is None:
@@ -205,12 +196,12 @@ class ToolParser(PieceReader):
         root = self._schemas[name]
         properties = root.get("properties")
         before = "{"
+        key_end = re.compile(re.escape(body.key_end))
         while (yield from self.skip(body.key)):
-            key = yield from self._before(body.key_end)
-            if body.value:
-                yield from self.skip(body.value)
-            value = yield from self._value(body)
+            key = yield from self.before(key_end)
+            value = None if key is None else (yield from self._value(body))
             if key is None or value is None:  # the text ended in the middle of the call
+                self.take(len(self.left))
                 return True
             if body.trims:
                 value = value.removeprefix("\n").removesuffix("\n")
@@ -224,19 +215,14 @@ class ToolParser(PieceReader):
         return True
 
     def _value(self, body: Tagged) -> Steps[str | None]:
-        """Take a value and what ends it; None if the text ends before it."""
-        pattern = re.compile(f"{re.escape(body.value_end)}|(?={body.next_part})")
-        start = 0
-        while (found := pattern.search(self.left, start)) is None:
-            start = max(0, len(self.left) - MAX_PART)
-            if self.has_ended:
-                end = self.left.find(body.after[0])
-                taken = self.take(len(self.left) if end < 0 else end)
-                return None if end < 0 else taken
-            yield None
-        taken = self.take(found.start())
-        self.take(found.end() - found.start())
-        return taken
+        """Take a value and what ends it, or what comes before the end of the call."""
+        if body.value:
+            yield from self.skip(body.value)
+        ends = re.compile(f"{re.escape(body.value_end)}|(?={body.next_part})")
+        value = yield from self.before(ends)
+        if value is None and (end := self.left.find(body.after[0])) >= 0:
+            return self.take(end)
+        return value
 
     def _head(self, at: int, pattern: str) -> Steps[str | None]:
         """Begin a call once what it begins with is there; its name, or None if it is no call of a
@@ -273,19 +259,6 @@ class ToolParser(PieceReader):
             if end is not None or self.has_ended:
                 return
             yield None
-
-    def _before(self, mark: str) -> Steps[str | None]:
-        """Take all before a mark, and the mark; None if the text ends before it."""
-        start = 0
-        while (at := self.left.find(mark, start)) < 0:
-            start = max(0, len(self.left) - len(mark) + 1)
-            if self.has_ended:
-                self.take(len(self.left))
-                return None
-            yield None
-        taken = self.take(at)
-        self.take(len(mark))
-        return taken
 
 
 class ChannelParser(PieceReader):
@@ -330,16 +303,9 @@ class ChannelParser(PieceReader):
 
     def _header(self, mark: str) -> Steps[str | None]:
         """What stands before a message, from its mark on; None if the text ends in it."""
-        at = 0
-        while mark != MESSAGE and (at := self.left.find(MESSAGE)) < 0:
-            if self.has_ended:
-                self.take(len(self.left))
-                return None
-            yield None
-        header = self.take(at)
-        if mark != MESSAGE:
-            self.take(len(MESSAGE))
-        return mark + header
+        message = re.compile(re.escape(MESSAGE))
+        header = "" if mark == MESSAGE else (yield from self.before(message))
+        return None if header is None else mark + header
 
     def _kind_of(self, header: str) -> tuple[Kind, str]:
         """What a message is, and the tool that it calls."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 MAX_NAME = 64  # characters of a tool's name, as OpenAI has it
 NAME = rf"([a-zA-Z0-9_.-]{{1,{MAX_NAME}}})"
 SPACES = r"\s{0,16}"
-MAX_PART = 64
 
 
 def head_of(name: str) -> str:
@@ -36,11 +35,13 @@ class Objects:
 @dataclass(frozen=True, slots=True)
 class Named:
     """A call as its name and its arguments, an object. head: from the mark to that object, a
-    regular expression whose group is the name. after: what may follow it.
+    regular expression whose group is the name. after: what may follow it. quote: what stands before
+    and after a text of an object whose keys have no quotes (bare_object.py); "": it is JSON.
     """
 
     head: str
     after: tuple[str, ...] = ()
+    quote: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class Tagged:
 
     head: as in Named, up to the first argument. key, value: what a key and a value begin with;
     key_end, value_end: what follows them. after: what follows the last value. next_part: what a
-    value whose end a model left out ends before, a regular expression of at most MAX_PART
-    characters. trims: the line breaks around a value are not part of it.
+    value whose end a model left out ends before, a regular expression of at most MAX_END
+    characters (answer_pieces.py). trims: the line breaks around a value are not part of it.
     """
 
     head: str
@@ -61,18 +62,6 @@ class Tagged:
     after: tuple[str, ...]
     next_part: str
     trims: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Bare:
-    """A call as its name and an object whose keys have no quotes (bare_object.py).
-
-    head: as in Named. quote: what stands before and after a text. after: follows the object.
-    """
-
-    head: str
-    quote: str
-    after: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +100,22 @@ class ToolSyntax:
     name: str
     signs: tuple[str, ...]
     marks: tuple[str, ...] = ()
-    bodies: tuple[Objects | Named | Tagged | Bare | Calls, ...] = ()
+    bodies: tuple[Objects | Named | Tagged | Calls, ...] = ()
     frame: Frame | None = None
     is_bare: bool = False
     in_channels: bool = False
 
 
-OBJECT = Frame('{"name": "', '", "arguments": ', "}")
+def listed(begin: str = "", end: str = "") -> Frame:
+    """A list of objects between two marks."""
+    return Frame('{"name": "', '", "arguments": ', "}", f"{begin}[", ", ", f"]{end}")
+
+
 LIST = Objects("[", ",", ("]",))
 MISTRAL_CALL = Named(
     rf"{SPACES}{NAME}(?:\[CALL_ID\][a-zA-Z0-9]{{0,16}})?(?:\[ARGS\])?{SPACES}(?={{)"
 )
-PLAIN = ToolSyntax(
-    "list", (), bodies=(LIST,), frame=replace(OBJECT, before="[", between=", ", after="]"),
-    is_bare=True,
-)  # fmt: skip
+PLAIN = ToolSyntax("list", (), bodies=(LIST,), frame=listed(), is_bare=True)
 LFM2_END = ("]", "<|tool_call_end|>")
 LFM2 = ToolSyntax(
     "lfm2",
@@ -133,7 +123,7 @@ LFM2 = ToolSyntax(
     marks=("<|tool_call_start|>",),
     bodies=(Objects("[", ",", LFM2_END), Calls(LFM2_END)),
     # The model reads and writes both forms; a schema holds JSON.
-    frame=replace(OBJECT, before="<|tool_call_start|>[", between=", ", after="".join(LFM2_END)),
+    frame=listed("<|tool_call_start|>", "<|tool_call_end|>"),
 )
 KIMI_END = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
 
@@ -145,7 +135,7 @@ def list_between(name: str, begin: str, end: str) -> ToolSyntax:
         (begin,),
         marks=(begin,),
         bodies=(Objects("[", ",", ("]", end)),),
-        frame=replace(OBJECT, before=f"{begin}[", between=", ", after=f"]{end}"),
+        frame=listed(begin, end),
     )
 
 
@@ -215,7 +205,7 @@ TOOL_SYNTAXES = (
         "gemma4",
         ("<|tool_call>", "call:"),
         marks=("<|tool_call>",),
-        bodies=(Bare(rf"{SPACES}call:{NAME}{SPACES}(?={{)", '<|"|>', "<tool_call|>"),),
+        bodies=(Named(rf"{SPACES}call:{NAME}{SPACES}(?={{)", ("<tool_call|>",), quote='<|"|>'),),
     ),
     ToolSyntax(
         "mistral",
@@ -229,14 +219,14 @@ TOOL_SYNTAXES = (
         ("[TOOL_CALLS]",),
         marks=("[TOOL_CALLS]",),
         bodies=(LIST, MISTRAL_CALL),
-        frame=replace(OBJECT, before="[TOOL_CALLS][", between=", ", after="]"),
+        frame=listed("[TOOL_CALLS]"),
     ),
     ToolSyntax(
         "granite",
         ("<|tool_call|>",),
         marks=("<|tool_call|>", "<tool_call>"),
         bodies=(LIST,),
-        frame=replace(OBJECT, before="<|tool_call|>[", between=", ", after="]"),
+        frame=listed("<|tool_call|>"),
     ),
     ToolSyntax(
         "llama3_json",

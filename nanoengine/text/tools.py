@@ -94,27 +94,25 @@ def _tool(tool: object, where: str) -> Mapping[str, Any]:
         raise InvalidParamsError(
             f"{where} must be {A_TOOL}, got {got}; the server runs no tools of its own"
         )
-    check_name(function.get("name"), f"{where}.function.name")
-    _check_text(function.get("description"), f"{where}.function.description")
-    check_schema(function.get("parameters"), f"{where}.function.parameters")
-    if not isinstance(strict := function.get("strict"), bool | None):
-        raise InvalidParamsError(
-            f"{where}.function.strict must be true or false, got {shown(strict)}"
-        )
+    _check_name(function.get("name"), f"{where}.function.name")
+    for key, type_, words in (("description", str, "a text"), ("strict", bool, "true or false")):
+        value = function.get(key)
+        if value is not None and not isinstance(value, type_):
+            raise InvalidParamsError(f"{where}.function.{key} must be {words}, got {shown(value)}")
+    _check_schema(function.get("parameters"), f"{where}.function.parameters")
     return {"type": kind, "function": {k: v for k, v in function.items() if v is not None}}
 
 
-def check_name(name: object, where: str) -> str:
-    """The name of a tool. Raises InvalidParamsError."""
+def _check_name(name: object, where: str) -> None:
+    """Raise InvalidParamsError unless it may be the name of a tool."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InvalidParamsError(
             f"{where} must be 1 to {MAX_NAME} of the characters a-z, A-Z, 0-9, _ and -, got "
             f"{shown(name)}"
         )
-    return name
 
 
-def check_schema(schema: object, where: str) -> None:
+def _check_schema(schema: object, where: str) -> None:
     """Raise InvalidParamsError unless it may be the schema of an object, or None."""
     if schema is None or schema == {}:
         return
@@ -122,11 +120,6 @@ def check_schema(schema: object, where: str) -> None:
         raise InvalidParamsError(
             f"{where} must be the JSON schema of an object, got {shown(schema)}"
         )
-
-
-def _check_text(text: object, where: str) -> None:
-    if text is not None and not isinstance(text, str):
-        raise InvalidParamsError(f"{where} must be a text, got {shown(text)}")
 
 
 def _choice(choice: object, names: list[str]) -> str:

@@ -320,7 +320,7 @@ def test_health_after_a_function_that_closed_the_engine(tiny: Callable[[str], Pa
         stream = await llm.stream("open", LONG)
         await stream.take()
         await llm.call(LLM.close)
-        with pytest.raises(EngineClosedError, match="the engine was closed"):
+        with pytest.raises(EngineClosedError, match="was closed; make a new AsyncLLM"):
             while True:
                 await stream.take()
         with pytest.raises(EngineClosedError, match="was closed; make a new AsyncLLM"):

@@ -14,7 +14,7 @@ from checkpoints import reference, reference_logits
 
 from nanoengine import LLM
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.serving.openai_answers import completion_body
+from nanoengine.serving.openai_chunks import CompletionChunks
 from nanoengine.serving.openai_keys import COMPLETIONS
 from nanoengine.serving.openai_requests import CompletionRequest, read_request
 from nanoengine.text.detokenizer import token_bytes
@@ -53,7 +53,7 @@ def test_log_likelihoods_are_transformers(tiny: Callable[[str], Path], name: str
     with LLM(folder, **SETTINGS) as llm:
         outputs = llm.generate(list(request.prompts), request.params, use_tqdm=False)
         bytes_of = functools.partial(token_bytes, llm.tokenizer)
-        body = completion_body(request, "1", "m", bytes_of, outputs)
+        body = CompletionChunks(request, "1", "m", bytes_of).whole(outputs)
     for choice, ids in zip(body["choices"], asked["prompt"], strict=True):
         num_context = len(ids) - 1 if ids is greedy else max(1, len(ids) // 2)
         total, are_likeliest = read_choice(choice, num_context)

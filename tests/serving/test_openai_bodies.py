@@ -18,7 +18,8 @@ from nanoengine.errors import (
 )
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.serving.openai_answers import chat_body, completion_body, error_body
+from nanoengine.serving.openai_answers import error_body
+from nanoengine.serving.openai_chunks import ChatChunks, CompletionChunks
 from nanoengine.serving.openai_keys import (
     CHAT,
     COMMON,
@@ -315,8 +316,16 @@ def output(*texts: str) -> RequestOutput:
     return RequestOutput(0, "p", [1, 2, 3], made, num_cached_tokens=2)
 
 
+def chat_whole(request: ChatRequest, output: RequestOutput) -> dict[str, Any]:
+    return ChatChunks(request, "7", "m", PIECES.__getitem__, ChatParsers()).whole([output])
+
+
+def completion_whole(request: CompletionRequest, outputs: list[RequestOutput]) -> dict[str, Any]:
+    return CompletionChunks(request, "7", "m", PIECES.__getitem__).whole(outputs)
+
+
 def test_answers_have_openais_form() -> None:
-    body = chat_body(chat(), "7", "m", PIECES.__getitem__, output("a", "b"), ChatParsers())
+    body = chat_whole(chat(), output("a", "b"))
     assert body["id"] == "chatcmpl-7" and body["object"] == "chat.completion"
     assert body["usage"] == {
         "prompt_tokens": 3,
@@ -353,7 +362,7 @@ def scored(num_likeliest: int) -> RequestOutput:
 
 
 def test_a_chat_has_an_entry_for_each_token() -> None:
-    body = chat_body(wants(2), "7", "m", PIECES.__getitem__, scored(2), ChatParsers())
+    body = chat_whole(wants(2), scored(2))
     found = body["choices"][0]["logprobs"]
     a = {"token": " a", "logprob": -0.5, "bytes": [32, 97]}
     s = {"token": "ß", "logprob": -1.5, "bytes": [195, 159]}
@@ -366,14 +375,14 @@ def test_a_chat_has_an_entry_for_each_token() -> None:
         ],
         "refusal": None,
     }
-    body = chat_body(wants(0), "7", "m", PIECES.__getitem__, scored(0), ChatParsers())
+    body = chat_whole(wants(0), scored(0))
     alone = body["choices"][0]["logprobs"]
     assert [each["top_logprobs"] for each in alone["content"]] == [[]] * 4
     assert bytes(b for each in alone["content"] for b in each["bytes"]) == " aéb</s>".encode()
 
 
 def test_a_completion_has_parallel_lists() -> None:
-    body = completion_body(completion(), "7", "m", PIECES.__getitem__, [scored(1)])
+    body = completion_whole(completion(), [scored(1)])
     assert body["choices"][0]["logprobs"] == {
         "tokens": [" a", "\\xc3", "\\xa9b", "</s>"],
         "token_logprobs": [-0.5, -2.5, -9999.0, -2.5],
@@ -389,7 +398,7 @@ def test_a_completion_has_parallel_lists() -> None:
 
 def test_completions_are_numbered_over_all_prompts() -> None:
     outputs = [output("a", "b"), output("c", "d")]
-    body = completion_body(completion(), "7", "m", PIECES.__getitem__, outputs)
+    body = completion_whole(completion(), outputs)
     assert body["id"] == "cmpl-7" and body["object"] == "text_completion"
     assert [(c["index"], c["text"]) for c in body["choices"]] == [*enumerate("abcd")]
     assert body["usage"]["total_tokens"] == 14
@@ -408,7 +417,7 @@ def test_echo_repeats_the_prompt_and_scores_its_tokens() -> None:
     """The prompt has three tokens: a space too many, as some tokenizers add, and "é" in two."""
     asked = completion(echo=True, logprobs=1)
     assert asked.echo and asked.params.prompt_logprobs == 1
-    choice = completion_body(asked, "7", "m", PIECES.__getitem__, [echoed("aéb")])["choices"][0]
+    choice = completion_whole(asked, [echoed("aéb")])["choices"][0]
     assert choice == {
         "index": 0,
         "text": "aéb aß",
@@ -431,7 +440,7 @@ def test_echo_repeats_the_prompt_and_scores_its_tokens() -> None:
 def test_echo_alone_gives_the_prompt_and_no_token() -> None:
     asked = completion(echo=True, logprobs=1, max_tokens=0, prompt=[1, 2, 3])
     assert asked.echo_only and asked.params.max_tokens == 1
-    body = completion_body(asked, "7", "m", PIECES.__getitem__, [echoed(None)])
+    body = completion_whole(asked, [echoed(None)])
     choice = body["choices"][0]
     assert choice["text"] == " aéb" and choice["logprobs"]["text_offset"] == [0, 2, 2]
     assert len(choice["logprobs"]["token_logprobs"]) == 3
@@ -439,7 +448,7 @@ def test_echo_alone_gives_the_prompt_and_no_token() -> None:
     unscored = completion(echo=True)
     assert not unscored.echo_only and unscored.params.prompt_logprobs is None
     output = replace(echoed("p", logprobs=False), outputs=[CompletionOutput(0, "q", [1], "stop")])
-    body = completion_body(unscored, "7", "m", PIECES.__getitem__, [output])
+    body = completion_whole(unscored, [output])
     assert (body["choices"][0]["text"], body["choices"][0]["logprobs"]) == ("pq", None)
 
 
@@ -448,9 +457,8 @@ def test_of_tokens_that_look_the_same_the_likeliest_is_told() -> None:
     position = {1: Logprob(-0.5, 1), 6: Logprob(-3, 2)}
     made = CompletionOutput(0, " a", [6], "length", logprobs=[position])
     pieces = PIECES | {6: b" a"}
-    body = completion_body(
-        completion(), "7", "m", pieces.__getitem__, [RequestOutput(0, "p", [1], [made])]
-    )
+    writer = CompletionChunks(completion(), "7", "m", pieces.__getitem__)
+    body = writer.whole([RequestOutput(0, "p", [1], [made])])
     found = body["choices"][0]["logprobs"]
     assert (found["token_logprobs"], found["top_logprobs"]) == ([-3], [{" a": -0.5}])
 

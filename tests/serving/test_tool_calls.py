@@ -17,7 +17,6 @@ from tool_models import CALL, TEMPLATE, TOOLS, WEATHER, tool_model
 from nanoengine.errors import ConfigError
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.serving.openai_answers import chat_body
 from nanoengine.serving.openai_chunks import ChatChunks
 from nanoengine.serving.openai_keys import CHAT
 from nanoengine.serving.openai_requests import ChatRequest, Streaming, read_request
@@ -161,7 +160,7 @@ def test_chunks_make_the_whole_answer(seed: int) -> None:
     for delta in deltas:
         events += writer.of([delta], 0)
     streamed, reason = joined([chunk for _, chunk in events])
-    (choice,) = chat_body(*given, output, PARSERS)["choices"]
+    (choice,) = ChatChunks(*given, PARSERS).whole([output])["choices"]
     message = choice["message"]
     assert (message["content"], reason, choice["finish_reason"]) == ("So:", *["tool_calls"] * 2)
     assert message.get("reasoning_content", "") == ("hm" if seed != 5 else "")
@@ -183,7 +182,7 @@ def test_thoughts_that_are_not_wanted_are_not_in_the_log_probabilities(seed: int
     made = CompletionOutput(0, text, [*range(len(data))], "stop", logprobs=scores)
     output = RequestOutput(0, "assistant:<think>\n", [5], [made])
     given = request, "7", "m", data.__getitem__
-    (choice,) = chat_body(*given, output, PARSERS)["choices"]
+    (choice,) = ChatChunks(*given, PARSERS).whole([output])["choices"]
     own = choice["logprobs"]["content"]
     assert [-entry["logprob"] for entry in own] == [2, 3, 4]
 

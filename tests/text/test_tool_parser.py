@@ -171,7 +171,7 @@ WHOLE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
 
 
 def parser(name: str) -> AnswerParser:
-    return AnswerParser(None, ToolParser(BY_NAME.get(name, PLAIN), SCHEMAS), None)
+    return AnswerParser([ToolParser(BY_NAME.get(name, PLAIN), SCHEMAS)], None)
 
 
 def parted(made: AnswerParser, text: str, cuts: list[int]) -> list[Piece]:
@@ -252,7 +252,7 @@ def test_an_argument_has_a_type_of_its_schema(
         "qwen3_coder": f"<tool_call><function=f><parameter=x>{text}</parameter></function>",
         "glm45": f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>",
     }
-    made = AnswerParser(None, ToolParser(BY_NAME[name], schemas), None)
+    made = AnswerParser([ToolParser(BY_NAME[name], schemas)], None)
     (call,) = message_of(made.read(written[name], is_last=True)).tool_calls
     found = json.loads(call.arguments)
     assert found == {"x": value} and type(found["x"]) is type(value)
@@ -306,7 +306,7 @@ def test_arguments_of_python_are_what_python_reads() -> None:
 
 
 def test_one_call_alone() -> None:
-    made = AnswerParser(None, ToolParser(BY_NAME["hermes"], SCHEMAS), 1)
+    made = AnswerParser([ToolParser(BY_NAME["hermes"], SCHEMAS)], 1)
     assert calls_of(message_of(made.read(HERMES * 3, is_last=True))) == [CALL]
 
 
@@ -314,7 +314,7 @@ def test_one_call_alone() -> None:
 @given(st.lists(st.integers(0, 400), max_size=12))
 def test_channels(cuts: list[int]) -> None:
     def read(text: str) -> ChatMessage:
-        return message_of(parted(AnswerParser(None, ChannelParser(SCHEMAS), None), text, cuts))
+        return message_of(parted(AnswerParser([ChannelParser(SCHEMAS)], None), text, cuts))
 
     message = read(CHANNELS)
     assert (message.content, message.reasoning, calls_of(message)) == (None, "hm", [CALL])
@@ -340,8 +340,8 @@ def test_contents_know_their_place_in_the_answer(cuts: list[int]) -> None:
     thoughts = ReasoningParser(REASONING["qwen3"], True)
     hermes = ToolParser(BY_NAME["hermes"], SCHEMAS)
     for parser, text in (
-        (AnswerParser(None, ChannelParser(SCHEMAS), None), channels),
-        (AnswerParser(thoughts, hermes, 1), f"hm\n</think>\n\nHm\n{HERMES}\n{HERMES}So:"),
+        (AnswerParser([ChannelParser(SCHEMAS)], None), channels),
+        (AnswerParser([thoughts, hermes], 1), f"hm\n</think>\n\nHm\n{HERMES}\n{HERMES}So:"),
     ):
         found = [p for p in parted(parser, text, cuts) if p.kind is Kind.CONTENT and p.text.strip()]
         assert [piece.text.strip() for piece in found] == ["Hm", "So:"]
@@ -364,7 +364,7 @@ def test_thoughts(prompt: str, text: str, thoughts: str, content: str) -> None:
     row = REASONING["qwen3"]
 
     def made() -> AnswerParser:
-        return AnswerParser(ReasoningParser(row, row.is_open_after(prompt)), None, None)
+        return AnswerParser([ReasoningParser(row, row.is_open_after(prompt))], None)
 
     whole = parted(made(), text, [])
     message = message_of(whole)
@@ -426,7 +426,7 @@ def test_a_call_is_none_of_the_thoughts_that_never_end(
 
 def test_calls_after_thoughts() -> None:
     thoughts = ReasoningParser(REASONING["qwen3"], True)
-    made = AnswerParser(thoughts, ToolParser(BY_NAME["hermes"], SCHEMAS), None)
+    made = AnswerParser([thoughts, ToolParser(BY_NAME["hermes"], SCHEMAS)], None)
     message = message_of(parted(made, f"{HERMES}?\n</think>\n\n{HERMES}", [3, 30, 90]))
     assert message.reasoning == f"{HERMES}?" and message.content is None
     assert calls_of(message) == [CALL]
