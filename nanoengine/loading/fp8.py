@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.config.engine import in_gib
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.checkpoint import DTYPES, UNUSED, CheckpointReader
+from nanoengine.loading.left_out import groups_of
 from nanoengine.models.stored_codes import FORMATS, FP8_SCALES, CodedWeight, Weight, fp8_rows
 
 SCALES = ("_scale_inv", "_scale")  # after the weight's name; both multiply
@@ -45,11 +45,9 @@ def _block_of_groups(config: Mapping[str, Any]) -> object:
     """The `block_structure` of compressed-tensors' groups, None if no group has one; "" if not all
     groups are FP8, or if they differ in it. Older files have "128x128" for [128, 128].
     """
-    groups = config.get("config_groups")
-    groups = list(groups.values()) if isinstance(groups, dict) else []
-    weights = [group.get("weights") if isinstance(group, dict) else None for group in groups]
-    blocks: list[object] = []
-    for each in weights:
+    groups, blocks = groups_of(config), list[object]()
+    for group in groups:
+        each = group.get("weights")
         if not isinstance(each, dict) or (each.get("type"), each.get("num_bits")) != ("float", 8):
             return ""
         block = each.get("block_structure")
@@ -57,7 +55,7 @@ def _block_of_groups(config: Mapping[str, Any]) -> object:
             block = [int(size) for size in re.findall(r"\d{1,9}", block)]
         if block is not None and block not in blocks:
             blocks.append(block)
-    if not weights or len(blocks) > 1:
+    if not groups or len(blocks) > 1:
         return ""
     return blocks[0] if blocks else None
 
@@ -68,6 +66,7 @@ class Fp8Reader(CheckpointReader):
     """
 
     dtypes = DTYPES | {"F8_E4M3": torch.float8_e4m3fn}
+    packing = "FP8"
 
     def __init__(self, folder: Path, is_wrapped: bool, block: tuple[int, int]) -> None:
         """block: rows and columns that share a scale, where not all do."""
@@ -153,13 +152,6 @@ class Fp8Reader(CheckpointReader):
                 f"{list(self._block)} of {list(shape)}"
             )
         return names[0], scales, (rows, columns)
-
-    def growth(self, num_bytes: int) -> str:
-        """For the plan. num_bytes: of the weights in memory."""
-        return (
-            f"FP8, dequantised: {in_gib(self.num_bytes())} stored are {in_gib(num_bytes)} in "
-            'memory; quantization="int8" halves those of 16 bits'
-        )
 
 
 def _repeats(size: int, num_scales: int, block: int) -> int | None:

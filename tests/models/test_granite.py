@@ -150,7 +150,7 @@ def test_without_experts_the_one_beside_them_is_the_feed_forward(tmp_path: Path)
         ({"mamba_proj_bias": True}, "mamba_proj_bias"),
         ({"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"mamba_n_heads": 45, "mamba_n_groups": 2}, "multiple of groups"),
+        ({"mamba_n_heads": 45, "mamba_n_groups": 2}, "multiple of 'mamba_n_groups'"),
     ],
 )
 def test_what_does_not_run_is_refused(tmp_path: Path, changes: dict[str, Any], about: str) -> None:
