@@ -196,9 +196,15 @@ class PackedReader(CheckpointReader):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, read from the header only."""
-        if not self._stem(self._parts[name]):
-            return super().shape(name)
-        shape = tuple(self._slice(self._parts[name].stored).get_shape())
+        part = self._parts[name]
+        shape = self._whole_shape(part) if self._stem(part) else super().shape(name)
+        if not self._stem(part) or len(shape) != 2:
+            return shape
+        return len(range(shape[0])[slice(*part.rows)]), shape[1]
+
+    def _whole_shape(self, part: Part) -> tuple[int, ...]:
+        """[outputs, inputs] of a packed weight of which `part` may be some rows."""
+        shape = tuple(self._slice(part.stored).get_shape())
         if len(shape) != 2:
             return shape
         first, second = shape
@@ -215,7 +221,7 @@ class PackedReader(CheckpointReader):
         part = self._parts[name]
         if not self._stem(part):
             return super().form(name)
-        _, inputs = self.shape(name)
+        inputs = self.shape(name)[-1]
         given = None if self._format.is_sorted else self._companion(part, 3)
         is_coded = inputs % BLOCK == 0 and _has_blocks(self._groups(inputs, given))
         return f"INT{self._format.bits}" if is_coded else "F32"
@@ -253,8 +259,9 @@ class PackedReader(CheckpointReader):
         part = self._parts[name]
         (words,) = self._stored(name)
         scales, zeros, given = (self._companion(part, place) for place in (1, 2, 3))
-        groups = self._groups(self.shape(name)[1], given)
-        wanted = (int(groups.max()) + 1, self.shape(name)[0])
+        outputs, inputs = self._whole_shape(part)
+        groups = self._groups(inputs, given)
+        wanted = (int(groups.max()) + 1, outputs)
         if scales is not None and self._format.is_turned:
             scales = scales.T
         zeros = self._zeros(zeros, wanted)
@@ -265,8 +272,13 @@ class PackedReader(CheckpointReader):
             )
         lies_by_inputs = self._format.method == "gptq"
         integers = self._unpacked(words.T if lies_by_inputs else words)
-        is_turned = lies_by_inputs or self._format.is_turned
-        return PackedIntegers(integers.T if is_turned else integers, zeros, scales, groups)
+        integers = integers.T if lies_by_inputs or self._format.is_turned else integers
+        rows = slice(*part.rows)
+        return PackedIntegers(integers[:, rows], zeros[:, rows], scales[:, rows], groups)
+
+    def _read(self, part: Part, stored: str) -> Tensor:
+        """Of a packed weight, all: its rows lie differently in each tensor."""
+        return super()._read(Part(stored) if self._stem(part) else part, stored)
 
     def _zeros(self, stored: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
         """int32 [groups, outputs], of which `shape` has how many; None for what cannot be zeros."""
