@@ -130,6 +130,14 @@ def is_gguf(name: str | Path) -> bool:
     return _given_path(name).is_file() or str(name) in PACKAGED
 
 
+def is_outdated(folder: Path) -> bool:
+    """Whether a converter of another version made this folder of the cache; then no GGUF becomes it
+    any more.
+    """
+    version = re.search(r"-v(\d+)(?:-codes)?$", folder.name)
+    return version is not None and int(version[1]) != CONVERTER_VERSION
+
+
 def _convert_once(path: Path, keeps_codes: bool) -> Path:
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:64].lstrip(".")
     try:
