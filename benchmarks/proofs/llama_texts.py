@@ -19,7 +19,8 @@ from tokenizers import pre_tokenizers
 
 from nanoengine.errors import ModelLoadError
 from nanoengine.loading.gguf.reader import open_gguf
-from nanoengine.loading.gguf.tokenizer import OTHER_NAMES, PRE_TOKENIZERS, write_tokenizer
+from nanoengine.loading.gguf.tokenizer import write_tokenizer
+from nanoengine.loading.gguf.word_patterns import OTHER_NAMES, PRE_TOKENIZERS
 from nanoengine.loading.packaged import packaged_gguf
 from nanoengine.text.tokenizer import Tokenizer
 

@@ -6,12 +6,14 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanoengine.config.engine import in_gib
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import (
     CorruptModelError,
@@ -35,11 +37,7 @@ from nanoengine.models.stored_codes import (
     Weight,
     numbers_of,
 )
-from nanoengine.text.checked_json import (
-    MAX_REASON,
-    has_file,
-    read_json,
-)
+from nanoengine.text.checked_json import MAX_REASON, has_file, read_json
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODE_DTYPES = {"U8": torch.uint8}
@@ -90,10 +88,11 @@ class CheckpointReader:
     they are mapped, beside the weights made from them.
 
     others: tensors of a wrapper that are not its text model's. dtypes: those that are read, by
-    their names in a file.
+    their names in a file. packing: of weights that are dequantised, in words; "": none are.
     """
 
     dtypes: Mapping[str, torch.dtype] = DTYPES
+    packing = ""
 
     def __init__(self, folder: Path, is_wrapped: bool = False) -> None:
         """is_wrapped: there is a text model with others beside; its tensors get the names that they
@@ -215,14 +214,8 @@ class CheckpointReader:
 
     def num_bytes(self) -> int:
         """Bytes of all tensors of the model as stored."""
-        return sum(
-            math.prod(self._stored_shape(name)) * self.dtype(name).itemsize for name in self._parts
-        )
-
-    def _stored_shape(self, name: str) -> tuple[int, ...]:
-        if self.code_format(name):
-            return tuple(self._slice(self._parts[name].stored).get_shape())
-        return self.shape(name)
+        pairs = ((part.stored, part.scales) for part in self._parts.values())
+        return sum(self._whole(name).nbytes for name in {*chain(*pairs)} - {""})
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor, on the CPU and in its stored dtype, mapped from the file."""
@@ -245,8 +238,12 @@ class CheckpointReader:
                 self._map(file_name)
             self._num_read = 0
 
-    def _read(self, part: Part, stored: str) -> torch.Tensor:
+    def _whole(self, stored: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[self._file_of[stored]].get_tensor(stored)
+        return tensor
+
+    def _read(self, part: Part, stored: str) -> torch.Tensor:
+        tensor = self._whole(stored)
         if part.is_flat:
             return tensor.flatten()
         if part.index is None:
@@ -273,7 +270,13 @@ class CheckpointReader:
         """For the plan, by how much weights grow as they are read; "" if they do not. num_bytes: of
         those in memory.
         """
-        return ""
+        packing = "MXFP4" if any(part.scales for part in self._parts.values()) else self.packing
+        if not packing:
+            return ""
+        return (
+            f"{packing}, dequantised: {in_gib(self.num_bytes())} stored are {in_gib(num_bytes)} in "
+            'memory; quantization="int8" halves those of 16 bits, and rounds'
+        )
 
     def _slice(self, stored: str) -> Any:
         return self._files[self._file_of[stored]].get_slice(stored)

@@ -5,20 +5,16 @@ Checkpoints hold a tensor for each expert, or one for all experts of a layer, gp
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
-from nanoengine.config.engine import GIB
 from nanoengine.config.model import ExpertsConfig, ModelConfig
 from nanoengine.errors import CorruptModelError, UnsupportedModelError, shown
-from nanoengine.loading.checkpoint import ALL_ROWS, CheckpointReader, Part, Rows
+from nanoengine.loading.checkpoint import ALL_ROWS, Part, Rows
 from nanoengine.loading.mixers import EXPERTS
-from nanoengine.loading.mxfp4 import GROUP, PACKED_BYTES
+from nanoengine.loading.mxfp4 import GROUP
 from nanoengine.models.architecture import CHOICE_BIAS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import CheckedJson
@@ -186,18 +182,6 @@ def expert_parts(config: ModelConfig, reader: Listing) -> dict[str, Part]:
             if whole.is_of(experts.count, reader):
                 found |= dict(whole.split(experts.count, names, reader))
     return {name: part for name, part in found.items() if part != Part(name)}
-
-
-def about_packed(parts: Mapping[str, Part], reader: CheckpointReader, dtype: torch.dtype) -> str:
-    """For the plan, by how much weights in MXFP4 grow; "" without any."""
-    count = sum(math.prod(reader.shape(name)) for name, part in parts.items() if part.scales)
-    if not count:
-        return ""
-    before, after = count * PACKED_BYTES / GROUP / GIB, count * dtype.itemsize / GIB
-    return (
-        f"; {before:.2f} GiB of experts in MXFP4 became {after:.2f} GiB in "
-        f"{str(dtype).removeprefix('torch.')}"
-    )
 
 
 @dataclass(frozen=True, slots=True)

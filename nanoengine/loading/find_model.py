@@ -21,11 +21,7 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.loading import model_cache
-from nanoengine.loading.gguf.convert import (
-    CONVERTER_VERSION,
-    convert_gguf,
-    read_gguf_config,
-)
+from nanoengine.loading.gguf.convert import CONVERTER_VERSION, convert_gguf, read_gguf_config
 from nanoengine.loading.gguf.parts import names_beside
 from nanoengine.loading.hub import cached_folder, fetch_config, hub_folder, is_hub_id
 from nanoengine.loading.model_config import read_model_config
@@ -48,10 +44,8 @@ def resolve_model(name: str | Path, keeps_codes: bool = False) -> Path:
     path = _given_path(name)
     if path.is_dir():
         return path
-    if path.is_file():
-        return _convert_once(path, keeps_codes)
-    if str(name) in PACKAGED:
-        return _convert_once(packaged_gguf(str(name)), keeps_codes)
+    if (gguf := gguf_of(name)) is not None:
+        return _convert_once(gguf, keeps_codes)
     if _may_be_at_the_hub(str(name)):
         return hub_folder(str(name))
     _raise_not_found(str(name))
@@ -78,11 +72,15 @@ def read_config_of(name: str | Path) -> ModelConfig:
 
 def gguf_of(name: str | Path) -> Path | None:
     """The GGUF that the model of this name is; None if it is another one. Raises ModelLoadError."""
-    path = _given_path(name)
-    if not path.is_file() and str(name) not in PACKAGED:
+    if not is_gguf(name):
         return None
+    path = _given_path(name)
     gguf = path if path.is_file() else packaged_gguf(str(name))
-    _check_suffix(gguf)
+    if gguf.suffix.lower() != ".gguf":
+        raise UnsupportedModelError(
+            f"{gguf} is a {gguf.suffix or 'nameless'} file; a model is a Hugging Face folder "
+            "or a .gguf file"
+        )
     return gguf
 
 
@@ -132,16 +130,15 @@ def is_gguf(name: str | Path) -> bool:
     return _given_path(name).is_file() or str(name) in PACKAGED
 
 
-def _check_suffix(path: Path) -> None:
-    if path.suffix.lower() != ".gguf":
-        raise UnsupportedModelError(
-            f"{path} is a {path.suffix or 'nameless'} file; a model is a Hugging Face folder "
-            "or a .gguf file"
-        )
+def is_outdated(folder: Path) -> bool:
+    """Whether a converter of another version made this folder of the cache; then no GGUF becomes it
+    any more.
+    """
+    version = re.search(r"-v(\d+)(?:-codes)?$", folder.name)
+    return version is not None and int(version[1]) != CONVERTER_VERSION
 
 
 def _convert_once(path: Path, keeps_codes: bool) -> Path:
-    _check_suffix(path)
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:64].lstrip(".")
     try:
         kept = "-codes" if keeps_codes else ""

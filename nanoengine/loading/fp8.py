@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.config.engine import in_gib
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
-from nanoengine.loading.checkpoint import DTYPES, UNUSED, CheckpointReader
+from nanoengine.loading.checkpoint import DTYPES, UNUSED, CheckpointReader, Part
+from nanoengine.loading.left_out import groups_of
 from nanoengine.models.stored_codes import FORMATS, FP8_SCALES, CodedWeight, Weight, fp8_rows
 
 SCALES = ("_scale_inv", "_scale")  # after the weight's name; both multiply
@@ -45,11 +45,9 @@ def _block_of_groups(config: Mapping[str, Any]) -> object:
     """The `block_structure` of compressed-tensors' groups, None if no group has one; "" if not all
     groups are FP8, or if they differ in it. Older files have "128x128" for [128, 128].
     """
-    groups = config.get("config_groups")
-    groups = list(groups.values()) if isinstance(groups, dict) else []
-    weights = [group.get("weights") if isinstance(group, dict) else None for group in groups]
-    blocks: list[object] = []
-    for each in weights:
+    groups, blocks = groups_of(config), list[object]()
+    for group in groups:
+        each = group.get("weights")
         if not isinstance(each, dict) or (each.get("type"), each.get("num_bits")) != ("float", 8):
             return ""
         block = each.get("block_structure")
@@ -57,7 +55,7 @@ def _block_of_groups(config: Mapping[str, Any]) -> object:
             block = [int(size) for size in re.findall(r"\d{1,9}", block)]
         if block is not None and block not in blocks:
             blocks.append(block)
-    if not weights or len(blocks) > 1:
+    if not groups or len(blocks) > 1:
         return ""
     return blocks[0] if blocks else None
 
@@ -68,6 +66,7 @@ class Fp8Reader(CheckpointReader):
     """
 
     dtypes = DTYPES | {"F8_E4M3": torch.float8_e4m3fn}
+    packing = "FP8"
 
     def __init__(self, folder: Path, is_wrapped: bool, block: tuple[int, int]) -> None:
         """block: rows and columns that share a scale, where not all do."""
@@ -87,9 +86,8 @@ class Fp8Reader(CheckpointReader):
         """As CheckpointReader.form; of scales that are too large for codes headers say nothing."""
         if self.dtype(name) is not torch.float8_e4m3fn:
             return super().form(name)
-        shape = self.shape(name)
-        _, _, (_, columns) = self._blocks(name, shape)
-        return "F32" if columns % GROUP or shape[1] % GROUP else "FP8"
+        _, (_, columns) = self._blocks(name)
+        return "F32" if columns % GROUP or self.shape(name)[1] % GROUP else "FP8"
 
     def tensor(self, name: str) -> Tensor:
         """As CheckpointReader.tensor. Raises WeightMismatchError for an FP8 weight without a scale
@@ -98,41 +96,49 @@ class Fp8Reader(CheckpointReader):
         weight = super().tensor(name)
         if weight.dtype is not torch.float8_e4m3fn:
             return weight
-        scales, (rows, columns) = self._scales(name, weight)
-        outputs, inputs = weight.shape
-        return weight.float() * _repeated(_repeated(scales, 0, rows, outputs), 1, columns, inputs)
+        scales, columns = self._scales(name)
+        return weight.float() * _repeated(scales, 1, columns, weight.shape[1])
 
     def weight(self, name: str, dtype: torch.dtype) -> Weight:
         """As `tensor`, but an FP8 weight is a CodedWeight where a scale is of whole blocks."""
         if self.dtype(name) is not torch.float8_e4m3fn:
             return super().weight(name, dtype)
         weight = super().tensor(name)
-        scales, (rows, columns) = self._scales(name, weight)
+        scales, columns = self._scales(name)
         outputs, inputs = weight.shape
         if columns % GROUP or inputs % GROUP or not scales.abs().max() < FP8_SCALES:
             return self.tensor(name)
-        scales = _repeated(scales, 0, rows, outputs)
         scales = _repeated(scales, 1, columns // GROUP, inputs // GROUP)
         return CodedWeight((fp8_rows(weight, scales.expand(outputs, inputs // GROUP)),), dtype)
 
-    def _scales(self, name: str, weight: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """Scales of an FP8 weight, float32 with two dimensions, and the rows and columns that share
-        one. Raises as _blocks.
-        """
-        stored, shape, shared = self._blocks(name, tuple(weight.shape))
-        return self._read(self._parts[name], stored).float().reshape(shape), shared
-
-    def _blocks(
-        self, name: str, shape: tuple[int, ...]
-    ) -> tuple[str, tuple[int, int], tuple[int, int]]:
-        """Of an FP8 weight of this shape: the name of its scales, their shape, and the rows and
-        columns that share one. Raises WeightMismatchError and UnsupportedModelError.
+    def _scales(self, name: str) -> tuple[Tensor, int]:
+        """Scales of an FP8 weight, float32 [its rows or 1, blocks], and the columns that share one.
+        Raises as _blocks.
         """
         part = self._parts[name]
-        if part.index is not None:
+        stored, (rows, columns) = self._blocks(name)
+        scales = self._whole(stored)
+        scales = (scales if part.index is None else scales[part.index]).float()
+        scales = scales if scales.dim() == 2 else scales.reshape(-1, 1)
+        scales = _repeated(scales, 0, rows, self._entry(part, part.stored)[0])
+        return scales if len(scales) == 1 else scales[slice(*part.rows)], columns
+
+    def _entry(self, part: Part, stored: str) -> tuple[int, ...]:
+        """The shape of a tensor, or of each of its entries if `part` is in one."""
+        shape = tuple(self._slice(stored).get_shape())
+        return shape if part.index is None else shape[1:]
+
+    def _blocks(self, name: str) -> tuple[str, tuple[int, int]]:
+        """Of an FP8 weight: the name of its scales, and the rows and columns that share one. Raises
+        WeightMismatchError and UnsupportedModelError.
+        """
+        part = self._parts[name]
+        shape = self._entry(part, part.stored)
+        if part.is_turned:
             raise UnsupportedModelError(
-                f"{self.folder}: {part.stored!r} holds all experts of a layer in FP8, which is not "
-                "supported; take a checkpoint with a tensor for each expert"
+                f"{self.folder}: {part.stored!r} holds all experts of a layer in FP8 with the "
+                "inputs first, which is not supported; take a checkpoint with a tensor for each "
+                "expert"
             )
         if len(shape) != 2:
             raise UnsupportedModelError(
@@ -141,25 +147,19 @@ class Fp8Reader(CheckpointReader):
         names = [part.stored + suffix for suffix in SCALES if part.stored + suffix in self._file_of]
         if not names:
             raise WeightMismatchError(f"{self.folder}: {part.stored!r} is FP8 and has no scale")
-        stored = tuple(self._slice(names[0]).get_shape())
-        scales = stored if len(stored) == 2 else (math.prod(stored), 1)
+        stored, whole = (tuple(self._slice(each).get_shape()) for each in (names[0], part.stored))
+        scales = self._entry(part, names[0])
+        scales = scales if len(scales) == 2 else (math.prod(scales), 1)
         rows, columns = (
             _repeats(size, num, most)
             for size, num, most in zip(shape, scales, self._block, strict=True)
         )
-        if rows is None or columns is None:
+        if rows is None or columns is None or stored[: len(whole) - 2] != whole[:-2]:
             raise WeightMismatchError(
                 f"{self.folder}: {names[0]!r} is {list(stored)}, no scales for blocks of "
-                f"{list(self._block)} of {list(shape)}"
+                f"{list(self._block)} of {list(whole)}"
             )
-        return names[0], scales, (rows, columns)
-
-    def growth(self, num_bytes: int) -> str:
-        """For the plan. num_bytes: of the weights in memory."""
-        return (
-            f"FP8, dequantised: {in_gib(self.num_bytes())} stored are {in_gib(num_bytes)} in "
-            'memory; quantization="int8" halves those of 16 bits'
-        )
+        return names[0], (rows, columns)
 
 
 def _repeats(size: int, num_scales: int, block: int) -> int | None:

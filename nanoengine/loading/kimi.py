@@ -11,9 +11,9 @@ from nanoengine.errors import UnsupportedModelError, shown
 from nanoengine.loading.checkpoint import Part
 from nanoengine.loading.layer_kinds import (
     FULL,
-    MAX_CONV_SIZE,
     MAX_STATE_DIM,
     RECURRENT,
+    read_conv_size,
     recurrent_layers,
 )
 from nanoengine.models.architectures import ARCHITECTURES
@@ -79,17 +79,12 @@ def read_kimi(content: CheckedJson, num_layers: int) -> RecurrentConfig | None:
     """The layers with Kimi Delta Attention; None if all have attention. Raises
     UnsupportedModelError.
     """
-    layers = recurrent_layers(content.values, num_layers, content.path)
+    layers = recurrent_layers(content, num_layers)
     heads = content.size("linear_num_heads")
     dim = content.size("linear_head_dim", limit=MAX_STATE_DIM)
-    conv_size = content.size("linear_conv_kernel_dim", limit=MAX_CONV_SIZE)
-    if conv_size < 2:
-        raise UnsupportedModelError(
-            f"{content.path}: a convolution of {conv_size} is not supported; the least is 2"
-        )
-    if not layers:
-        return None
-    return RecurrentConfig(layers, heads, heads, dim, dim, conv_size, rule="kimi")
+    conv_size = read_conv_size(content, "linear_conv_kernel_dim")
+    rule = RecurrentConfig(layers, heads, heads, dim, dim, conv_size, rule="kimi")
+    return rule if layers else None
 
 
 def kimi_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[str, Part]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanoengine.errors import UnsupportedModelError, shown
 from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.text.checked_json import CheckedJson
 
 MAX_STATE_DIM, MAX_CONV_SIZE = 1024, 64  # of recurrent layers
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
@@ -65,22 +66,50 @@ def _windows_by_pattern(
     return tuple(window if k == SLIDING else None for k in listed) if SLIDING in listed else ()
 
 
-def recurrent_layers(
-    settings: Mapping[str, Any], num_layers: int, where: object
-) -> tuple[int, ...]:
+def recurrent_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
     """The layers without attention: by `layer_types`; without it, all but every
-    `full_attention_interval`-th. Arguments and errors as of `layer_windows`.
+    `full_attention_interval`-th. Raises as `layers_of_kind`.
     """
-    listed, interval = settings.get("layer_types"), settings.get("full_attention_interval")
+    listed, interval = content.get("layer_types"), content.get("full_attention_interval")
     if listed is None and type(interval) is int and interval > 0:
         listed = [RECURRENT if (i + 1) % interval else FULL for i in range(num_layers)]
+    return layers_of_kind(content, "layer_types", listed, num_layers, RECURRENT)
+
+
+def layers_of_kind(
+    content: CheckedJson, key: str, listed: object, num_layers: int, kind: str
+) -> tuple[int, ...]:
+    """The layers of this kind, where the others have attention. listed: the kinds of all, by `key`
+    of config.json. Raises UnsupportedModelError.
+    """
     kinds = listed if isinstance(listed, list) and len(listed) == num_layers else []
-    if FULL not in kinds or any(kind not in (FULL, RECURRENT) for kind in kinds):
+    if FULL not in kinds or any(each not in (FULL, kind) for each in kinds):
         raise UnsupportedModelError(
-            f"{where}: 'layer_types' {shown(listed)} for {num_layers} layers is not supported; "
-            f"each must be {FULL!r} or {RECURRENT!r}, and one at least the first of these"
+            f"{content.path}: {key!r} {shown(content.get(key))} for {num_layers} layers is not "
+            f"supported; each must be {FULL!r} or {kind!r}, and one at least the first of these"
         )
-    return tuple(i for i, kind in enumerate(kinds) if kind == RECURRENT)
+    return tuple(i for i, each in enumerate(kinds) if each == kind)
+
+
+def read_heads(content: CheckedJson, keys: str, values: str) -> tuple[int, int]:
+    """Key heads and value heads of a recurrent layer, by these keys of config.json. Raises
+    UnsupportedModelError.
+    """
+    num_keys, num_values = content.size(keys), content.size(values)
+    if num_values % num_keys:
+        raise UnsupportedModelError(
+            f"{content.path}: {values!r} is {num_values}, and must be a multiple of {keys!r}, "
+            f"which is {num_keys}"
+        )
+    return num_keys, num_values
+
+
+def read_conv_size(content: CheckedJson, key: str) -> int:
+    """Tokens that a convolution sees, by this key of config.json. Raises UnsupportedModelError."""
+    size = content.size(key, limit=MAX_CONV_SIZE)
+    if size < 2:
+        raise UnsupportedModelError(f"{content.path}: {key!r} is {size}; the least is 2")
+    return size
 
 
 def _are_layer_types(listed: object, num_layers: int) -> bool:

@@ -26,7 +26,8 @@ def read_left_out(quantised: object) -> LeftOut:
     if not isinstance(quantised, dict):
         return LeftOut()
     entries = [entry for key in LEFT_OUT for entry in _strings(quantised.get(key))]
-    only = [*_strings(quantised.get(ONLY)), *_targets(quantised)]
+    targets = [group.get("targets") for group in groups_of(quantised)]
+    only = [*_strings(quantised.get(ONLY)), *_strings(targets)]
     return LeftOut(tuple(entries), () if ANY in only else tuple(only))
 
 
@@ -38,10 +39,11 @@ def _strings(listed: object) -> Iterator[str]:
             yield entry
 
 
-def _targets(quantised: Mapping[str, Any]) -> Iterator[str]:
+def groups_of(quantised: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """compressed-tensors' groups of modules; {} for one that is no object."""
     groups = quantised.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        yield from _strings(group.get("targets") if isinstance(group, dict) else None)
+    listed = groups.values() if isinstance(groups, dict) else ()
+    return [group if isinstance(group, dict) else {} for group in listed]
 
 
 def stays_numbers(name: str, left_out: LeftOut) -> bool:

@@ -18,8 +18,8 @@ import torch
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ModelLoadError
-from nanoengine.loading.checkpoint import CheckpointReader, Part, check_names, ignorable_tensors
-from nanoengine.loading.experts_json import PACKED_EXPERTS, Listing, about_packed, expert_parts
+from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
+from nanoengine.loading.experts_json import PACKED_EXPERTS, Listing, expert_parts
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.fp8 import Fp8Reader, fp8_block
 from nanoengine.loading.kimi import kimi_parts
@@ -102,7 +102,7 @@ def load_model(
         return LoadedModel(config, part, decoder, "random weights", held, made.codes, decoder.mtp)
     is_wrapped = bool(config.wrapper)
     with _open(folder, is_wrapped) as reader:
-        parts = rename_tensors(config, reader)
+        rename_tensors(config, reader)
         check_has_mtp(config, reader)
         if isinstance(reader, PackedReader):
             reader.leave_out_zero_biases(shapes)
@@ -115,8 +115,6 @@ def load_model(
 
         decoder = Decoder(part, source, device, ops)
         origin = describe_weights(folder)
-        if not made.codes:
-            origin += about_packed(parts, reader, dtype)
         growth = "" if made.codes else reader.growth(num_bytes)
         if growth:
             origin = f"{origin}; {growth}"
@@ -180,15 +178,13 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> CheckpointReader:
     return reader
 
 
-def rename_tensors(config: ModelConfig, reader: Listing) -> dict[str, Part]:
-    """Give tensors the names of `weight_shapes`; returns the parts that are of experts."""
+def rename_tensors(config: ModelConfig, reader: Listing) -> None:
+    """Give tensors the names of `weight_shapes`."""
     reader.rename(mtp_parts(config, reader.names()))
     reader.rename(mixer_parts(config, reader.names()))
     reader.rename(dict(short_conv_parts(config, reader.names())))
     reader.rename(dict(kimi_parts(config, reader.names())))
-    parts = expert_parts(config, reader)
-    reader.rename(parts)
-    return parts
+    reader.rename(expert_parts(config, reader))
 
 
 def _as_tied(config: ModelConfig, folder: Path, dtype: torch.dtype) -> ModelConfig:

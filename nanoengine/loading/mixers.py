@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from nanoengine.config.model import ModelConfig, RecurrentConfig
 from nanoengine.errors import CorruptModelError, UnsupportedModelError, shown
 from nanoengine.loading.checkpoint import Part
-from nanoengine.loading.layer_kinds import MAX_CONV_SIZE, MAX_STATE_DIM
+from nanoengine.loading.layer_kinds import MAX_STATE_DIM, read_conv_size, read_heads
 from nanoengine.models.architecture import Architecture
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.families import GRANITE_EXPERTS
@@ -86,15 +86,16 @@ def read_mamba(
     if not layers:
         return None
     groups, heads, state, head_dim, conv = _KEYS if architecture.pattern else _NEWER
+    num_key_heads, num_value_heads = read_heads(content, groups, heads)
     if content.get(head_dim) == "auto":
-        content.values[head_dim] = _mamba_size(content, architecture) // content.size(heads)
+        content.values[head_dim] = _mamba_size(content, architecture) // num_value_heads
     mamba = RecurrentConfig(
         layers=layers,
-        num_key_heads=content.size(groups),
-        num_value_heads=content.size(heads),
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
         key_dim=content.size(state, limit=MAX_STATE_DIM),
         value_dim=content.size(head_dim, limit=MAX_STATE_DIM),
-        conv_size=content.size(conv, limit=MAX_CONV_SIZE),
+        conv_size=read_conv_size(content, conv),
         rule="mamba",
         norm=_norm(content, architecture),
         has_bias=content.flag("mamba_proj_bias"),
@@ -104,12 +105,6 @@ def read_mamba(
         raise CorruptModelError(
             f"{content.path}: {mamba.num_value_heads} Mamba heads of {mamba.value_dim} are not the "
             f"{_mamba_size(content, architecture)} numbers of 'mamba_d_ssm' or 'mamba_expand'"
-        )
-    if mamba.num_value_heads % mamba.num_key_heads or mamba.conv_size < 2:
-        raise UnsupportedModelError(
-            f"{content.path}: {mamba.num_value_heads} Mamba heads, {mamba.num_key_heads} groups "
-            f"and a convolution of {mamba.conv_size}; heads must be a multiple of groups, and the "
-            "convolution 2 at least"
         )
     return mamba
 

@@ -16,22 +16,18 @@ from nanoengine.config.model import (
     RecurrentConfig,
     RopeConfig,
 )
-from nanoengine.errors import (
-    CorruptModelError,
-    ModelNotFoundError,
-    UnsupportedModelError,
-    shown,
-)
+from nanoengine.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError, shown
 from nanoengine.loading.experts_json import read_experts
 from nanoengine.loading.fp8 import GROUP, fp8_block
 from nanoengine.loading.kimi import read_kimi, with_usual_keys
 from nanoengine.loading.latent_json import latent_scalar, read_latent
 from nanoengine.loading.layer_kinds import (
     FULL,
-    MAX_CONV_SIZE,
     MAX_STATE_DIM,
     RECURRENT,
     layer_windows,
+    read_conv_size,
+    read_heads,
     recurrent_layers,
 )
 from nanoengine.loading.layer_shapes import read_shapes
@@ -65,11 +61,7 @@ from nanoengine.loading.wrappers import WRAPPERS, text_config
 from nanoengine.models.architecture import Architecture
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.families import OUT_IS_TILED
-from nanoengine.text.checked_json import (
-    CheckedJson,
-    has_file,
-    read_json_if_any,
-)
+from nanoengine.text.checked_json import CheckedJson, has_file, read_json_if_any
 from nanoengine.text.tokenizer_files import read_eos_id
 
 MAX_LAYERS = 10_000
@@ -128,7 +120,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         experts=read_experts(content, architecture.experts, num_layers, mixers),
         shapes=shapes,
         layer_input_size=_layer_input_size(content, architecture, vocab_size),
-        codes=_codes(content.get("quantization_config")),
+        codes=_codes(content, architecture),
         left_out=read_left_out(content.get("quantization_config")),
         stored_dtype=str(content.get("dtype") or content.get("torch_dtype") or ""),
         latent=latent,
@@ -300,22 +292,16 @@ def _recurrent(
         return read_mamba(content, mixers, architecture)
     if not architecture.recurrent:
         return None
+    keys, values = read_heads(content, "linear_num_key_heads", "linear_num_value_heads")
     rule = RecurrentConfig(
-        layers=recurrent_layers(content.values, num_layers, content.path),
-        num_key_heads=content.size("linear_num_key_heads"),
-        num_value_heads=content.size("linear_num_value_heads"),
+        layers=recurrent_layers(content, num_layers),
+        num_key_heads=keys,
+        num_value_heads=values,
         key_dim=content.size("linear_key_head_dim", limit=MAX_STATE_DIM),
         value_dim=content.size("linear_value_head_dim", limit=MAX_STATE_DIM),
-        conv_size=content.size("linear_conv_kernel_dim", limit=MAX_CONV_SIZE),
+        conv_size=read_conv_size(content, "linear_conv_kernel_dim"),
+        out_tiles=values // keys if content.flag(OUT_IS_TILED) else 1,
     )
-    if content.flag(OUT_IS_TILED):
-        rule = replace(rule, out_tiles=rule.num_value_heads // rule.num_key_heads)
-    if rule.num_value_heads % rule.num_key_heads or rule.conv_size < 2:
-        raise UnsupportedModelError(
-            f"{content.path}: {rule.num_value_heads} linear value heads, {rule.num_key_heads} "
-            f"key heads and a convolution of {rule.conv_size}; value heads must be a multiple of "
-            "key heads, and the convolution 2 at least"
-        )
     return rule if rule.layers else None
 
 
@@ -342,28 +328,23 @@ def _ropes(
     return rope, None, max_position
 
 
-def _codes(quantised: object) -> str:
-    """ModelConfig's codes."""
-    packed = packed_format(quantised)
+def _codes(content: CheckedJson, architecture: Architecture) -> str:
+    """ModelConfig's codes. Raises UnsupportedModelError for weights that nobody here reads."""
+    quantised = content.get("quantization_config")
+    if quantised is None:
+        return ""
+    packed, block = packed_format(quantised), fp8_block(quantised)
     if packed is not None:
         return f"INT{packed.bits}" if packed.stays_codes else "F32"
-    block = fp8_block(quantised)
     if block is not None:
         return "F32" if block[1] % GROUP else "FP8"
-    return "MXFP4" if quant_method(quantised) == "mxfp4" else ""
+    if quant_method(quantised) in architecture.quantizations:
+        return "MXFP4"
+    raise UnsupportedModelError(f"{content.path}: {about_quantization(quantised)}")
 
 
 def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
     """Raise UnsupportedModelError for settings that change the arithmetic in ways not done here."""
-    quantised = content.get("quantization_config")
-    if (
-        quantised is not None
-        and fp8_block(quantised) is None
-        and packed_format(quantised) is None
-        and quant_method(quantised) not in architecture.quantizations
-    ):
-        about = about_quantization(quantised)
-        raise UnsupportedModelError(f"{content.path}: {about}")
     refused = {
         "sliding_window": not architecture.windows and _has_window(content, architecture),
         "auto_map": _brings_code(content, architecture.own_code),

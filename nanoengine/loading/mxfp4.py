@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 GROUP = 32  # values that share a scale
-PACKED_BYTES = GROUP // 2 + 1
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS, _NO_NUMBER = 127, 255
 
@@ -29,7 +28,7 @@ def unpack_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def mxfp4_rows(codes: Tensor, scales: Tensor) -> Tensor:
-    """uint8 [rows, groups * PACKED_BYTES], llama.cpp's blocks: a scale, then bytes whose lower
+    """uint8 [rows, groups * 17], llama.cpp's blocks: a scale, then bytes whose lower
     halves are the first 16 values. Shapes as of `unpack_mxfp4`.
     """
     values = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(2)

@@ -7,7 +7,6 @@ AutoGPTQ pack it, compressed-tensors one [outputs, inputs].
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.config.engine import in_gib
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.checkpoint import UNUSED, CheckpointReader, Part
+from nanoengine.loading.left_out import groups_of
 from nanoengine.models.stored_codes import CodedRows, CodedWeight, Weight, integer_rows
 
 WORD_BITS, WORD = 32, "I32"
@@ -51,6 +50,11 @@ class PackedFormat:
         return self.group % BLOCK == 0 and (self.is_sorted or not self.group)
 
     @property
+    def is_turned(self) -> bool:
+        """Whether a matrix, and what belongs to it, is [outputs, inputs]."""
+        return self.method == "compressed-tensors"
+
+    @property
     def per_word(self) -> int:
         """Integers of a word."""
         return WORD_BITS // self.bits
@@ -58,7 +62,7 @@ class PackedFormat:
     @property
     def names(self) -> tuple[str, str, str, str]:
         """Ends of the names of a weight's integers, scales, zeros and groups of inputs."""
-        if self.method == "compressed-tensors":
+        if self.is_turned:
             return "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"
         return "qweight", "scales", "qzeros", "g_idx"
 
@@ -91,10 +95,9 @@ def _group(size: object) -> int | None:
 
 def _of_groups(config: Mapping[str, Any]) -> PackedFormat | None:
     """If all groups of layers in compressed-tensors' config are packed alike."""
-    listed = config.get("config_groups")
     found: set[tuple[int, int, bool, bool]] = set()
-    for each in listed.values() if isinstance(listed, dict) else ():
-        weights = each.get("weights") if isinstance(each, dict) else None
+    for each in groups_of(config):
+        weights = each.get("weights")
         if not isinstance(weights, dict) or weights.get("type") != "int":
             return None
         group = 0 if weights.get("strategy") == "channel" else _group(weights.get("group_size"))
@@ -135,9 +138,8 @@ class PackedIntegers:
         are more exact than float16.
         """
         scales = self.scales.half()
-        if len(self.groups) % BLOCK or not torch.equal(scales.float(), self.scales.float()):
-            return None
-        if not _has_blocks(self.groups):
+        is_exact = torch.equal(scales.float(), self.scales.float())
+        if len(self.groups) % BLOCK or not is_exact or not _has_blocks(self.groups):
             return None
         of_block = self.groups[::BLOCK]
         codes = self.integers.T.reshape(-1, len(of_block), BLOCK)
@@ -157,7 +159,7 @@ class PackedReader(CheckpointReader):
 
     def __init__(self, folder: Path, is_wrapped: bool, packed: PackedFormat) -> None:
         super().__init__(folder, is_wrapped)
-        self._format = packed
+        self._format, self.packing = packed, f"{packed.method} in {packed.bits} bits"
         integers, *others = packed.names
         ends = tuple(f".{name}" for name in (*others, "weight_shape"))
         packs = {name.removesuffix(integers) for name in self._parts if name.endswith(integers)}
@@ -194,14 +196,20 @@ class PackedReader(CheckpointReader):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, read from the header only."""
-        if not self._stem(self._parts[name]):
-            return super().shape(name)
-        shape = tuple(self._slice(self._parts[name].stored).get_shape())
+        part = self._parts[name]
+        shape = self._whole_shape(part) if self._stem(part) else super().shape(name)
+        if not self._stem(part) or len(shape) != 2:
+            return shape
+        return len(range(shape[0])[slice(*part.rows)]), shape[1]
+
+    def _whole_shape(self, part: Part) -> tuple[int, ...]:
+        """[outputs, inputs] of a packed weight of which `part` may be some rows."""
+        shape = tuple(self._slice(part.stored).get_shape())
         if len(shape) != 2:
             return shape
         first, second = shape
         per_word = self._format.per_word
-        if self._format.method == "compressed-tensors":
+        if self._format.is_turned:
             return first, second * per_word
         is_awq = self._format.method == "awq"
         return (second * per_word, first) if is_awq else (second, first * per_word)
@@ -213,7 +221,7 @@ class PackedReader(CheckpointReader):
         part = self._parts[name]
         if not self._stem(part):
             return super().form(name)
-        _, inputs = self.shape(name)
+        inputs = self.shape(name)[-1]
         given = None if self._format.is_sorted else self._companion(part, 3)
         is_coded = inputs % BLOCK == 0 and _has_blocks(self._groups(inputs, given))
         return f"INT{self._format.bits}" if is_coded else "F32"
@@ -229,14 +237,6 @@ class PackedReader(CheckpointReader):
                 f"{self.folder}: tensor {part.stored!r} is {stored}; packed integers must be {WORD}"
             )
         return torch.float32
-
-    def num_bytes(self) -> int:
-        """Bytes of all tensors of the model as stored, but for zeros and scales."""
-        count = 0
-        for name, part in self._parts.items():
-            size = self.dtype(name).itemsize * math.prod(self.shape(name))
-            count += size // self._format.per_word if self._stem(part) else size
-        return count
 
     def tensor(self, name: str) -> Tensor:
         """As CheckpointReader.tensor. Raises WeightMismatchError for a packed weight without scales
@@ -257,32 +257,37 @@ class PackedReader(CheckpointReader):
     def _packed(self, name: str) -> PackedIntegers:
         """A packed weight. Raises WeightMismatchError."""
         part = self._parts[name]
-        self.dtype(name)
-        self._remap()
-        words = self._read(part, part.stored)
-        self._num_read += words.nbytes
+        (words,) = self._stored(name)
         scales, zeros, given = (self._companion(part, place) for place in (1, 2, 3))
-        zeros = zeros if self._format.has_zeros else None
-        is_turned = self._format.method == "compressed-tensors"
-        if is_turned and scales is not None:
+        outputs, inputs = self._whole_shape(part)
+        groups = self._groups(inputs, given)
+        wanted = (int(groups.max()) + 1, outputs)
+        if scales is not None and self._format.is_turned:
             scales = scales.T
-        groups = self._groups(self.shape(name)[1], given)
-        wanted = (int(groups.max()) + 1, self.shape(name)[0])
-        middle = torch.full(wanted, 1 << (self._format.bits - 1), dtype=torch.int32)
-        if zeros is not None and (zeros.dim() != 2 or zeros.dtype is not torch.int32):
-            middle = middle[:0]
-        elif zeros is not None:
-            most = (1 << self._format.bits) - 1
-            rows = self._unpacked(zeros.T if is_turned else zeros, 1)
-            middle = rows[:, : wanted[1]] + self._format.zero_offset & most
-        lacks_zeros = zeros is None and is_turned and self._format.has_zeros
-        if scales is None or scales.shape != wanted or middle.shape != wanted or lacks_zeros:
+        zeros = self._zeros(zeros, wanted)
+        if scales is None or scales.shape != wanted or zeros is None or zeros.shape != wanted:
             raise WeightMismatchError(
                 f"{self.folder}: {part.stored!r} has no scales and zeros of {wanted[1]} outputs in "
                 f"{wanted[0]} groups of inputs"
             )
-        integers = self._unpacked(words, 0 if self._format.method == "gptq" else 1)
-        return PackedIntegers(integers.T if is_turned else integers, middle, scales, groups)
+        lies_by_inputs = self._format.method == "gptq"
+        integers = self._unpacked(words.T if lies_by_inputs else words)
+        integers = integers.T if lies_by_inputs or self._format.is_turned else integers
+        rows = slice(*part.rows)
+        return PackedIntegers(integers[:, rows], zeros[:, rows], scales[:, rows], groups)
+
+    def _read(self, part: Part, stored: str) -> Tensor:
+        """Of a packed weight, all: its rows lie differently in each tensor."""
+        return super()._read(Part(stored) if self._stem(part) else part, stored)
+
+    def _zeros(self, stored: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+        """int32 [groups, outputs], of which `shape` has how many; None for what cannot be zeros."""
+        if not self._format.has_zeros or (stored is None and not self._format.is_turned):
+            return torch.full(shape, 1 << (self._format.bits - 1), dtype=torch.int32)
+        if stored is None or stored.dim() != 2 or stored.dtype is not torch.int32:
+            return None
+        rows = self._unpacked(stored.T if self._format.is_turned else stored)
+        return rows[:, : shape[1]] + self._format.zero_offset & (1 << self._format.bits) - 1
 
     def _companion(self, part: Part, place: int) -> Tensor | None:
         """A weight's tensor of this place in PackedFormat.names, if it is there."""
@@ -302,20 +307,10 @@ class PackedReader(CheckpointReader):
             )
         return given.long()
 
-    def _unpacked(self, words: Tensor, dim: int) -> Tensor:
-        """int32 words as the integers in them, the lowest bits first; dim grows."""
+    def _unpacked(self, words: Tensor) -> Tensor:
+        """int32 words as the integers in them, the lowest bits first; rows grow."""
         shifts = torch.arange(0, WORD_BITS, self._format.bits, dtype=torch.int32)
         if self._format.method == "awq":
             shifts = shifts[list(AWQ_ORDER)]
-        if dim == 0:
-            return self._unpacked(words.T, 1).T
         parts = words.unsqueeze(2) >> shifts & (1 << self._format.bits) - 1
         return parts.flatten(1)
-
-    def growth(self, num_bytes: int) -> str:
-        """For the plan. num_bytes: of the weights in memory."""
-        return (
-            f"{self._format.method} in {self._format.bits} bits, dequantised: "
-            f"{in_gib(self.num_bytes())} stored are {in_gib(num_bytes)} in memory; "
-            'quantization="int8" halves those of 16 bits, and rounds'
-        )

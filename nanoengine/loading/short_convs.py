@@ -6,13 +6,12 @@ import re
 from collections.abc import Iterable, Iterator
 
 from nanoengine.config.model import ModelConfig, ShortConvConfig
-from nanoengine.errors import UnsupportedModelError, shown
 from nanoengine.loading.checkpoint import Part
-from nanoengine.loading.layer_kinds import FULL, MAX_CONV_SIZE
+from nanoengine.loading.layer_kinds import FULL, layers_of_kind, read_conv_size
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import CheckedJson, whole
 
-CONV = "conv"
+CONV, ATTENTION = "conv", "full_attn_idxs"
 ADJUSTS = "block_auto_adjust_ff_dim"
 # Keys of older files, each with the one that it goes before.
 OLDER = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
@@ -38,28 +37,16 @@ def read_short_convs(content: CheckedJson, num_layers: int) -> ShortConvConfig |
     """The layers with a convolution: by `layer_types`; without it, all but `full_attn_idxs`. None
     if all have attention. Raises UnsupportedModelError.
     """
-    listed, attention = content.get("layer_types"), content.get("full_attn_idxs")
-    if listed is None and isinstance(attention, list):
-        listed = [FULL if i in attention else CONV for i in range(num_layers)]
-    kinds = [FULL] * num_layers if listed is None and attention is None else listed
-    is_list = isinstance(kinds, list) and len(kinds) == num_layers
-    if not is_list or FULL not in kinds or any(kind not in (FULL, CONV) for kind in kinds):
-        raise UnsupportedModelError(
-            f"{content.path}: 'layer_types' {shown(listed)} or 'full_attn_idxs' {shown(attention)} "
-            f"for {num_layers} layers is not supported; each must be {FULL!r} or {CONV!r}, and one "
-            "at least the first of these"
-        )
-    layers = tuple(i for i, kind in enumerate(kinds) if kind == CONV)
-    conv_size = content.size("conv_L_cache", limit=MAX_CONV_SIZE)
-    if conv_size < 2:
-        raise UnsupportedModelError(
-            f"{content.path}: 'conv_L_cache' is {conv_size}; the least is 2"
-        )
-    if not layers:
-        return None
-    return ShortConvConfig(
-        layers, content.size("hidden_size"), conv_size, content.flag("conv_bias")
-    )
+    key, listed, attention = "layer_types", content.get("layer_types"), content.get(ATTENTION)
+    if listed is None and attention is not None:
+        have = attention if isinstance(attention, list) else ()
+        key, listed = ATTENTION, [FULL if i in have else CONV for i in range(num_layers)]
+    layers: tuple[int, ...] = ()
+    if listed is not None:
+        layers = layers_of_kind(content, key, listed, num_layers, CONV)
+    channels, conv_size = content.size("hidden_size"), read_conv_size(content, "conv_L_cache")
+    has_bias = content.flag("conv_bias")
+    return ShortConvConfig(layers, channels, conv_size, has_bias) if layers else None
 
 
 def read_adjusted_size(content: CheckedJson) -> int:

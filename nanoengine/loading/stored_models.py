@@ -14,12 +14,16 @@ from typing import Any
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ModelLoadError, ModelNotFoundError
 from nanoengine.loading import model_cache
-from nanoengine.loading.find_model import read_config_of
+from nanoengine.loading.find_model import is_outdated, read_config_of
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import PACKAGED, installed_files, joined_name
 from nanoengine.loading.stored_weights import StoredWeights, read_stored
 
 HUB, PACKAGE, CONVERTED = "hub", "package", "converted"
+OUTDATED = (
+    "another version of nanoengine made it, and this one converts its GGUF anew; remove it with "
+    "nanoengine models rm and this name"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,9 @@ def _converted() -> Iterator[StoredModel]:
         made = StoredModel(
             str(each.folder), CONVERTED, each.folder, each.num_bytes, each.description
         )
+        if is_outdated(each.folder):
+            yield replace(made, problem=OUTDATED)
+            continue
         # The joined parts of a package are a GGUF.
         ggufs = sorted(each.folder.glob("*.gguf"))
         yield _with_config(made, ggufs[0] if ggufs else each.folder)

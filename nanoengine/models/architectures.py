@@ -285,10 +285,6 @@ ARCHITECTURES = {
         "Granite 3 with a shared expert",
         reads=GRANITE_MULTIPLIERS,
         experts=GRANITE_EXPERTS,
-        requires={
-            "hidden_act": (None, "silu", "swish"),
-            "quantization_config": (None,),  # as of Granite 4
-        },
         defaults={
             "num_local_experts": 8,
             "num_experts_per_tok": 2,

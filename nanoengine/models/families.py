@@ -263,7 +263,6 @@ GRANITE_HYBRID: dict[str, Any] = {
         "hidden_act": (None, "silu", "swish"),
         "mamba_conv_bias": (None, True),
         "mamba_proj_bias": (None, False),
-        "quantization_config": (None,),  # the halves of a tensor for gate and up have no scales
         "time_step_limit": NO_LIMIT,
     },
     "defaults": {

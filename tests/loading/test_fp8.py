@@ -56,7 +56,12 @@ TABLE = torch.tensor([decoded(bits) for bits in range(256)])
 
 
 def quantised(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """FP8 codes, a scale for each block, and what they say, each from one block at a time."""
+    """FP8 codes, a scale for each block, and what they say, each from one block at a time; of a
+    tensor for all experts those of each.
+    """
+    if weight.dim() == 3:
+        codes, scales, said = zip(*(quantised(each, block) for each in weight), strict=True)
+        return torch.stack(codes), torch.stack(scales), torch.stack(said)
     rows, columns = (min(size, most) for size, most in zip(weight.shape, block, strict=True))
     codes, said = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
     scales = torch.empty(-(-len(weight) // rows), -(-weight.shape[1] // columns))
@@ -80,8 +85,8 @@ def make(
     for name in [n for n in tensors if n.endswith(ends)]:
         tensors[name], scales, said[name] = quantised(tensors[name], block)
         tensors[name + suffix] = scales if kind != "one" else scales.flatten()
-        tensors[name.replace("weight", "input_scale")] = torch.ones(1)
-        tensors[name.replace("weight", "k_scale")] = torch.ones(1)
+        for other in (".input_scale", ".k_scale"):
+            tensors[name.removesuffix(".weight") + other] = torch.ones(1)
     save_file(tensors, path)
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | {"quantization_config": config}))
@@ -275,11 +280,37 @@ def test_a_vector_in_fp8_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         LLMEngine(tmp_path / "m", device="cpu")
 
 
-def test_experts_of_a_layer_in_one_fp8_tensor_are_refused(tiny: Tiny, tmp_path: Path) -> None:
-    make(tiny("mixtral"), tmp_path / "m", "blocks")
-    name = "experts.down_proj"
-    stored = load_file(tmp_path / "m" / "model.safetensors")[f"model.layers.1.mlp.{name}"]
-    change(tmp_path / "m", **{name: stored.to(torch.float8_e4m3fn)})
+@needs_compiler
+@pytest.mark.parametrize("kind", ["blocks", "even blocks", "rows"])
+@pytest.mark.parametrize(
+    "name", ["granite-hybrid", "granite-hybrid-dense", "granite-moe-shared", "mixtral"]
+)
+def test_a_tensor_of_gates_and_ups_and_one_of_all_experts(
+    tiny: Tiny, tmp_path: Path, name: str, kind: str
+) -> None:
+    """Blocks of 16 rows may end behind the last gate."""
+    ends = ("_proj.weight", "_linear.weight", "experts.gate_up_proj", "experts.down_proj")
+    ours, plain = numbers_beside(tiny(name), tmp_path, kind, ends)
+    stored = load_file(ours / "model.safetensors")
+    assert any(re.search("input_linear|gate_up", each) and "scale" in each for each in stored)
+    driver = Driver(small_engine(ours))
+    outputs = driver.run([[7 * i % 256 for i in range(50)], [3, 4]])
+    driver.engine.close()
+    assert_logits_are_transformers(driver, plain, outputs)
+
+
+@pytest.mark.parametrize("scales", [torch.ones(4, 1, 1), torch.ones(1), torch.ones(5, 3, 1)])
+def test_scales_of_other_experts_are_refused(tiny: Tiny, tmp_path: Path, scales: Tensor) -> None:
+    make(tiny("granite-moe-shared"), tmp_path / "m", "rows", ("output_linear.weight",))
+    path = tmp_path / "m" / "model.safetensors"
+    name = "model.layers.1.block_sparse_moe.output_linear.weight_scale"
+    save_file(load_file(path) | {name: scales}, path)
+    with pytest.raises(WeightMismatchError, match=r"output_linear.weight_scale' is .* no scales"):
+        LLMEngine(tmp_path / "m", device="cpu")
+
+
+def test_experts_of_a_layer_with_inputs_first_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    make(tiny("gpt-oss"), tmp_path / "m", "rows", ("experts.down_proj",))
     with pytest.raises(UnsupportedModelError, match="a tensor for each expert"):
         LLMEngine(tmp_path / "m", device="cpu")
 

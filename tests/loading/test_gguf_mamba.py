@@ -160,8 +160,8 @@ KV, INNER = "attention.head_count_kv", "feed_forward_length"
 @pytest.mark.parametrize(
     ("name", "key", "value", "error", "match"),
     [
-        ("nemotron-h", KV, [0, 2], CorruptModelError, "size within 0 to .* each of 7 layers"),
-        ("nemotron-h", KV, [0, 0, 0, -2, 0, 0, 0], CorruptModelError, "each of 7 layers"),
+        ("nemotron-h", KV, [0, 2], CorruptModelError, "list of int with one for each of 7 layers"),
+        ("nemotron-h", KV, [0, 0, 0, -2, 0, 0, 0], CorruptModelError, "not within 0 to"),
         ("nemotron-h", KV, [0, 0, 0, 2, 0, 0, 1], UnsupportedModelError, "0 and one other size"),
         ("nemotron-h", KV, [0] * 7, UnsupportedModelError, "0 and one other size"),
         ("nemotron-h", INNER, [96] * 6, CorruptModelError, "each of 7 layers"),

@@ -42,7 +42,14 @@ def of_tensors(weights: dict[str, Any], **more: Any) -> dict[str, Any]:
     return method | {"config_groups": groups} | more
 
 
-PRODUCTS = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
+PRODUCTS = (
+    "_proj.weight",
+    "_mlp.input_linear.weight",
+    "_mlp.output_linear.weight",
+    "in_proj_qkv.weight",
+    "in_proj_z.weight",
+    "in_proj_qkvz.weight",
+)
 FIRST = ("awq", "gptq", "compressed-tensors")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
 KINDS: dict[str, dict[str, Any]] = {
@@ -253,6 +260,19 @@ def test_experts(tiny: Tiny, tmp_path: Path, kind: str) -> None:
                 num_coded += 1
         assert reader.num_bytes() < sum(values.nbytes for values in expected.values())
     assert num_coded == (0 if KINDS[kind].get("desc_act") else NUM_CODED)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", FIRST)
+@pytest.mark.parametrize("name", ["granite-hybrid", "granite-hybrid-dense"])
+def test_a_tensor_of_gates_and_ups(tiny: Tiny, tmp_path: Path, name: str, kind: str) -> None:
+    ours, theirs = both_kinds(tiny, name, KINDS[kind], tmp_path)
+    stored = load_file(ours / "model.safetensors")
+    assert any("shared_mlp.input_linear" in each and "scale" in each for each in stored)
+    driver = Driver(small_engine(ours))
+    outputs = driver.run([[7 * i % 256 for i in range(50)], [3, 4]])
+    driver.engine.close()
+    assert_logits_are_transformers(driver, theirs, outputs)
 
 
 @needs_compiler

@@ -16,6 +16,7 @@ from nanoengine.errors import ModelLoadError, ModelNotFoundError
 from nanoengine.loading import packaged
 from nanoengine.loading import stored_models as stored
 from nanoengine.loading.find_model import resolve_model
+from nanoengine.loading.gguf.convert import CONVERTER_VERSION
 from nanoengine.loading.model_cache import cached_folder
 from nanoengine.loading.packaged import Packaged
 from nanoengine.loading.stored_models import StoredModel, remove_model, stored_models
@@ -135,6 +136,23 @@ def test_a_conversion_is_listed_and_removed(tmp_path: Path, tiny: Tiny) -> None:
     assert found.config is not None and "GGUF" in found.origin
     remove_model(found)
     assert stored_models() == [] and not folder.exists() and source.exists()
+
+
+@pytest.mark.parametrize("end", ["", "-codes"])
+def test_a_conversion_of_another_version_says_that_it_is_of_no_use(tiny: Tiny, end: str) -> None:
+    def copy(folder: Path) -> str:
+        for path in tiny("llama").iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+        return "Q8_0 GGUF, codes as stored"
+
+    cached_folder(f"a-{'0' * 32}-v{CONVERTER_VERSION}{end}", copy)
+    older = cached_folder(f"b-{'0' * 32}-v{CONVERTER_VERSION - 1}{end}", copy)
+    current, found = stored_models()
+    assert current.config is not None and current.problem == ""
+    assert found.path == older and found.config is None
+    assert "another version of nanoengine made it" in found.problem
+    remove_model(found)
+    assert [model.name for model in stored_models()] == [current.name]
 
 
 def test_a_joined_gguf_is_listed_with_its_shape(tiny: Tiny) -> None:

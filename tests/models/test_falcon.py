@@ -191,7 +191,7 @@ def test_impossible_lists_are_refused(tmp_path: Path, name: str, value: Any) -> 
         ({"mamba_conv_bias": False}, "mamba_conv_bias"),
         ({"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"mamba_n_groups": 5}, "multiple of groups"),
+        ({"mamba_n_groups": 5}, "multiple of 'mamba_n_groups'"),
         ({"sliding_window": 64}, "sliding_window"),
     ],
 )

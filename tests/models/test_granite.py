@@ -149,8 +149,7 @@ def test_without_experts_the_one_beside_them_is_the_feed_forward(tmp_path: Path)
         ({"layer_types": ["attention", "mlp", "mamba", "mamba"]}, "'mamba' or 'attention'"),
         ({"mamba_proj_bias": True}, "mamba_proj_bias"),
         ({"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"mamba_n_heads": 45, "mamba_n_groups": 2}, "multiple of groups"),
+        ({"mamba_n_heads": 45, "mamba_n_groups": 2}, "multiple of 'mamba_n_groups'"),
     ],
 )
 def test_what_does_not_run_is_refused(tmp_path: Path, changes: dict[str, Any], about: str) -> None:
@@ -196,10 +195,3 @@ def test_a_feed_forward_may_stand_beside_the_experts(tmp_path: Path, size: int) 
     assert experts is not None and experts.renormalises
     assert (experts.count, experts.top_k, experts.inner_size) == (62, 10, 512)
     assert experts.shared_size == size
-
-
-def test_one_beside_the_experts_that_is_quantised_is_refused(tmp_path: Path) -> None:
-    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | SHARED | quantised))
-    with pytest.raises(UnsupportedModelError, match="quantization_config"):
-        read_model_config(tmp_path)

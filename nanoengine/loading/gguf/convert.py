@@ -28,7 +28,6 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.checkpoint import DTYPES
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.reader import open_gguf
-from nanoengine.loading.gguf.rope_scaling import ROPE_TENSORS
 from nanoengine.loading.gguf.settings import check_supported, model_config
 from nanoengine.loading.gguf.tensors import TILED, GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
@@ -52,14 +51,12 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     Raises CorruptModelError for a damaged file, UnsupportedModelError for what cannot be
     represented, ModelNotFoundError for a part of a split file that is not beside it.
     """
-    metadata, stored = open_gguf(source)
-    check_supported(metadata)
+    metadata, stored = _described(source, reads_vocabulary=True)
     _check_types(source, stored)
     config = model_config(metadata, stored)
     if keeps_codes:
         config |= _order_of_codes(metadata)
-    weights = {name: tensor for name, tensor in stored.items() if name not in ROPE_TENSORS}
-    tensors = list(hf_tensors(metadata, config, weights))
+    tensors = list(hf_tensors(metadata, config, stored))
     kind = _main_type(stored)
     stays = keeps_codes and kind in FORMATS
     if keeps_codes:
@@ -85,9 +82,8 @@ def read_forms(source: Path) -> dict[str, str]:
     dtype of its numbers. Reads and raises as read_gguf_config does.
     """
     metadata, stored = _described(source)
-    weights = {name: tensor for name, tensor in stored.items() if name not in ROPE_TENSORS}
     config = model_config(metadata, stored) | _order_of_codes(metadata)
-    kept = map(_with_codes, hf_tensors(metadata, config, weights))
+    kept = map(_with_codes, hf_tensors(metadata, config, stored))
     return {tensor.name: tensor.code_format or tensor.dtype for tensor in kept}
 
 
@@ -98,9 +94,9 @@ def _order_of_codes(metadata: Metadata) -> dict[str, Any]:
     return {OUT_IS_TILED: True} if metadata.architecture in TILED else {}
 
 
-def _described(source: Path) -> tuple[Metadata, dict[str, Any]]:
-    """The metadata without the vocabulary, and the tensors by name."""
-    metadata, stored = open_gguf(source, reads_vocabulary=False)
+def _described(source: Path, reads_vocabulary: bool = False) -> tuple[Metadata, dict[str, Any]]:
+    """The metadata, and the tensors by name, of a file that can be run."""
+    metadata, stored = open_gguf(source, reads_vocabulary)
     check_supported(metadata)
     return metadata, stored
 

@@ -80,7 +80,6 @@ def experts_settings(
 
 
 def _ernie_settings(metadata: Metadata, sparse: list[int]) -> dict[str, Any]:
-    arch = metadata.architecture
     return {
         "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
         "moe_k": metadata.number("expert_used_count"),
@@ -88,7 +87,7 @@ def _ernie_settings(metadata: Metadata, sparse: list[int]) -> dict[str, Any]:
         "moe_layer_interval": metadata.number("interleave_moe_layer_step", 1),
         "moe_layer_start_index": min(sparse, default=1),
         "moe_num_experts": metadata.number("expert_count"),
-        "moe_num_shared_experts": metadata.get(f"{arch}.expert_shared_count", int, 0),
+        "moe_num_shared_experts": metadata.count("expert_shared_count"),
     }
 
 
@@ -114,8 +113,8 @@ def _deepseek_settings(
     by_sigmoid = of_glm or any(name.endswith("exp_probs_b.bias") for name in stored)
     # Older files do not say it.
     scores = metadata.number("expert_gating_func", SIGMOID if by_sigmoid else SOFTMAX)
-    renormalises = metadata.get(f"{metadata.architecture}.expert_weights_norm", bool, False)
-    renormalises |= metadata.architecture == "kimi-linear"  # llama.cpp has it in its code
+    # llama.cpp has Kimi's in its code.
+    renormalises = metadata.flag("expert_weights_norm") or metadata.architecture == "kimi-linear"
     if scores != SIGMOID and (of_glm or scores != SOFTMAX or renormalises):
         raise UnsupportedModelError(
             f"{metadata.path}: '{metadata.architecture}.expert_gating_func' is {scores}; only "

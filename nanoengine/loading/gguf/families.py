@@ -96,7 +96,7 @@ def gemma3_settings(metadata: Metadata, width_per_head: int, head_dim: int) -> d
     """
     num_layers = metadata.number("block_count")
     interval = metadata.number("attention.sliding_window_pattern", GEMMA_INTERVAL)
-    window = int(metadata.get("gemma3.attention.sliding_window", int, 0))
+    window = metadata.count("attention.sliding_window")
     kinds = [SLIDING if window and (i + 1) % interval else FULL for i in range(num_layers)]
     return {
         "model_type": "gemma3_text",
@@ -119,13 +119,10 @@ def cohere_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
     }
     if metadata.architecture == "command-r":
         return settings
-    has_window = [bool((i + 1) % COHERE_INTERVAL) for i in range(num_layers)]
-    if metadata.has("cohere2.attention.sliding_window_pattern"):
-        has_window = metadata.have_windows(num_layers)
-    kinds = [SLIDING if has else FULL for has in has_window]
+    has_window = metadata.have_windows(num_layers, COHERE_INTERVAL)
     # Also one that no text is longer than: layers without one do not rotate.
     return settings | {
-        "layer_types": kinds,
+        "layer_types": [SLIDING if has else FULL for has in has_window],
         "sliding_window": metadata.number("attention.sliding_window"),
     }
 
@@ -134,10 +131,8 @@ def exaone_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
     """A window that no text is longer than counts, too: layers without one do not rotate. Older
     files do not say which layers have it.
     """
-    window = int(metadata.get("exaone4.attention.sliding_window", int, 0)) or None
-    has_window = [bool((i + 1) % EXAONE_INTERVAL) for i in range(num_layers)]
-    if metadata.has("exaone4.attention.sliding_window_pattern"):
-        has_window = metadata.have_windows(num_layers)
+    window = metadata.count("attention.sliding_window") or None
+    has_window = metadata.have_windows(num_layers, EXAONE_INTERVAL)
     kinds = [SLIDING if window and has else FULL for has in has_window]
     return {"sliding_window": window, "layer_types": kinds}
 

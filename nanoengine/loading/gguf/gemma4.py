@@ -22,7 +22,7 @@ def gemma4_settings(metadata: Metadata, stored: Mapping[str, Any], divisors: Any
     """
     num_layers, full_dim = metadata.number("block_count"), metadata.number("attention.key_length")
     is_sliding = metadata.have_windows(num_layers)
-    num_shared = int(metadata.get("gemma4.attention.shared_kv_layers", int, 0))
+    num_shared = metadata.count("attention.shared_kv_layers")
     kv_heads = metadata.of_layers("attention.head_count_kv", num_layers)
     inner_sizes = metadata.of_layers("feed_forward_length", num_layers)
     usual = dict(zip(is_sliding, kv_heads, strict=True)).get(True, kv_heads[0])
@@ -43,9 +43,7 @@ def gemma4_settings(metadata: Metadata, stored: Mapping[str, Any], divisors: Any
         "num_kv_shared_layers": num_shared,
         "intermediate_size": inner_sizes[0],
         "use_double_wide_mlp": _are_wide(metadata, inner_sizes, len(own)),
-        "hidden_size_per_layer_input": int(
-            metadata.get("gemma4.embedding_length_per_layer_input", int, 0)
-        ),
+        "hidden_size_per_layer_input": metadata.count("embedding_length_per_layer_input"),
         "final_logit_softcapping": metadata.real("final_logit_softcapping", 0.0) or None,
         "rope_parameters": {
             "full_attention": {
@@ -90,7 +88,7 @@ def _turned(metadata: Metadata, divisors: Any, head_dim: int) -> float:
 
 
 def _experts(metadata: Metadata) -> dict[str, Any]:
-    if not metadata.get("gemma4.expert_count", int, 0):
+    if not metadata.count("expert_count"):
         return {}
     return {
         "enable_moe_block": True,

@@ -93,9 +93,9 @@ def _falcon_settings(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str,
 
 
 def _granite_settings(metadata: Metadata, kv_heads: Sequence[int]) -> dict[str, Any]:
-    inner_size, num_experts = metadata.number("feed_forward_length"), metadata.num_experts()
+    inner_size, num_experts = metadata.number("feed_forward_length"), metadata.count("expert_count")
     # To llama.cpp this key is a switch for RoPE.
-    has_rope = metadata.get("granitehybrid.rope.scaling.finetuned", bool, True)
+    has_rope = metadata.flag("rope.scaling.finetuned", default=True)
     settings = {
         "model_type": "granitemoehybrid",
         "layer_types": ["attention" if num else "mamba" for num in kv_heads],
@@ -138,7 +138,7 @@ def _nemotron_settings(
         "ssm_state_size": metadata.number("ssm.state_size"),
         "conv_kernel": metadata.number("ssm.conv_kernel"),
     }
-    return settings | (_nemotron_experts(metadata) if metadata.num_experts() else {})
+    return settings | (_nemotron_experts(metadata) if metadata.count("expert_count") else {})
 
 
 def _nemotron_experts(metadata: Metadata) -> dict[str, Any]:
@@ -148,7 +148,6 @@ def _nemotron_experts(metadata: Metadata) -> dict[str, Any]:
             f"{metadata.path}: {latent!r} is set, as of Nemotron 3 Super, whose experts in a "
             "latent space are not supported"
         )
-    renormalises = metadata.get(f"{metadata.architecture}.expert_weights_norm", bool, False)
     return {
         "n_routed_experts": metadata.number("expert_count"),
         "num_experts_per_tok": metadata.number("expert_used_count"),
@@ -156,7 +155,7 @@ def _nemotron_experts(metadata: Metadata) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": metadata.number("expert_shared_feed_forward_length"),
         "n_group": metadata.number("expert_group_count", 1),
         "topk_group": metadata.number("expert_group_used_count", 1),
-        "norm_topk_prob": renormalises,
+        "norm_topk_prob": metadata.flag("expert_weights_norm"),
         "routed_scaling_factor": metadata.real("expert_weights_scale", 1.0),
     }
 

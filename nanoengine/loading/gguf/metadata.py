@@ -77,34 +77,34 @@ class Metadata:
         full_key = f"{self.architecture}.{key}"
         if not self.has(full_key) or len(self._fields[full_key].types) == 1:
             return [self.number(key)] * num_layers
-        values = self.get(full_key, list)
-        if len(values) != num_layers or not all(
-            type(value) is int and at_least <= value <= MAX_COUNT for value in values
-        ):
+        values = self._each(full_key, int, num_layers)
+        if not all(at_least <= value <= MAX_COUNT for value in values):
             raise CorruptModelError(
-                f"{self.path}: {full_key!r} must have a size within {at_least} to {MAX_COUNT} for "
-                f"each of {num_layers} layers"
+                f"{self.path}: {full_key!r} has a size that is not within {at_least} to {MAX_COUNT}"
             )
-        return list(values)
+        return values
 
-    def have_windows(self, num_layers: int) -> list[bool]:
-        """Of each layer, whether it has a sliding window."""
+    def have_windows(self, num_layers: int, interval: int | None = None) -> list[bool]:
+        """Of each layer, whether it has a sliding window. interval: if the file does not say it,
+        each but every so many-th has one.
+        """
         key = f"{self.architecture}.attention.sliding_window_pattern"
-        flags = self.get(key, list)
-        if len(flags) != num_layers or not all(isinstance(flag, bool) for flag in flags):
-            raise CorruptModelError(
-                f"{self.path}: {key!r} must have true or false for each of {num_layers} layers"
-            )
-        return list(flags)
+        if interval is not None and not self.has(key):
+            return [bool((i + 1) % interval) for i in range(num_layers)]
+        return self._each(key, bool, num_layers)
 
     def window(self) -> int | None:
         """The sliding window. One that no text is longer than is none, and so is 0."""
-        window = int(self.get(f"{self.architecture}.attention.sliding_window", int, 0))
+        window = self.count("attention.sliding_window")
         return window if 0 < window < self.number("context_length") else None
 
-    def num_experts(self) -> int:
-        """Of a layer with experts; 0 without any."""
-        return int(self.get(f"{self.architecture}.expert_count", int, 0))
+    def count(self, key: str) -> int:
+        """A number of the architecture that may be missing: then it is 0."""
+        return int(self.get(f"{self.architecture}.{key}", int, 0))
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """One of the architecture."""
+        return bool(self.get(f"{self.architecture}.{key}", bool, default))
 
     def real(self, key: str, default: float | None = None) -> float:
         """A float32 of the architecture, as the shortest decimal that names it."""
@@ -113,10 +113,14 @@ class Metadata:
 
     def reals(self, key: str, num_layers: int) -> list[float]:
         """A float32 for each layer."""
+        return self._each(key, float, num_layers)
+
+    def _each(self, key: str, kind: type, num_layers: int) -> list[Any]:
         values = self.get(key, list)
-        if len(values) != num_layers or not all(isinstance(value, float) for value in values):
+        if len(values) != num_layers or not all(type(value) is kind for value in values):
             raise CorruptModelError(
-                f"{self.path}: {key!r} must have a number for each of {num_layers} layers"
+                f"{self.path}: {key!r} must be a list of {kind.__name__} with one for each of "
+                f"{num_layers} layers"
             )
         return list(values)
 

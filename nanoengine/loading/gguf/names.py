@@ -5,8 +5,6 @@ from __future__ import annotations
 from nanoengine.loading.gguf.mamba import NEMOTRON_NAMES
 from nanoengine.models.architecture import MTP_JOIN, MTP_NORMS
 
-SHORT_CONV = "conv.conv"  # of which the file has [channels, taps]
-
 GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -97,7 +95,7 @@ _LFM2_NAMES = _LAYER_NAMES | {
     "ffn_up": "feed_forward.w3",
     "ffn_down": "feed_forward.w2",
     "shortconv.in_proj": "conv.in_proj",
-    "shortconv.conv": SHORT_CONV,
+    "shortconv.conv": "conv.conv",
     "shortconv.out_proj": "conv.out_proj",
 }
 _NEWER_NAMES = _LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"}

@@ -32,11 +32,7 @@ from nanoengine.loading.gguf.gemma4 import gemma4_settings
 from nanoengine.loading.gguf.latent import LATENTS, latent_settings
 from nanoengine.loading.gguf.mamba import HYBRIDS_OF_MAMBA, NEMOTRONS, mamba_settings
 from nanoengine.loading.gguf.metadata import Metadata
-from nanoengine.loading.gguf.rope_scaling import (
-    ROPE_FREQS,
-    TEMPERATURE,
-    rope_scaling,
-)
+from nanoengine.loading.gguf.rope_scaling import ROPE_FREQS, TEMPERATURE, rope_scaling
 from nanoengine.loading.gguf.short_convs import LFM2, kv_heads, short_conv_settings
 from nanoengine.loading.refused import about_architecture
 
@@ -119,7 +115,7 @@ def check_supported(metadata: Metadata) -> None:
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(f"{metadata.path}: {about_architecture(architecture)}")
     experts = f"{architecture}.expert_count"
-    if architecture not in WITH_EXPERTS and metadata.has(experts) and metadata.get(experts, int):
+    if architecture not in WITH_EXPERTS and metadata.count("expert_count"):
         about = about_architecture(f"{architecture}-moe")
         raise UnsupportedModelError(f"{metadata.path}: {experts!r} is set: {about}")
     scaled = () if architecture in SCALED_EXPERTS else ("expert_weights_scale",)
@@ -164,7 +160,8 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
             )
     if "token_embd.weight" not in stored:
         raise CorruptModelError(f"{metadata.path} has no tensor 'token_embd.weight'")
-    num_layers = metadata.number("block_count") - _num_drafting(metadata)
+    # Without those at the end that guess a token further, which the model does not need.
+    num_layers = metadata.number("block_count") - metadata.count("nextn_predict_layers")
     if not 0 < num_layers <= len(stored):
         raise CorruptModelError(f"{metadata.path}: {num_layers} layers of {len(stored)} tensors")
     settings = dict(FIXED_SETTINGS.get(metadata.architecture, {}))
@@ -244,7 +241,7 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         settings = recurrent_settings(metadata, stored, num_layers)
     if metadata.architecture == "kimi-linear":
         settings = kimi_settings(metadata, stored, num_layers)
-    if metadata.num_experts():
+    if metadata.count("expert_count"):
         return settings | experts_settings(metadata, stored, num_layers)
     if metadata.window() and metadata.architecture not in ("cohere2", "gemma3"):
         return mistral_settings(metadata, stored)
@@ -257,8 +254,3 @@ def turned_part(turned: int, head_dim: int) -> float:
     if int(head_dim * part) != turned:  # the quotient was rounded down
         part = math.nextafter(part, 1.0)
     return part
-
-
-def _num_drafting(metadata: Metadata) -> int:
-    """Layers at the end that guess a token further, and that the model does not need."""
-    return int(metadata.get(f"{metadata.architecture}.nextn_predict_layers", int, 0))

@@ -58,7 +58,7 @@ def short_conv_settings(
     return settings | {
         "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
         "norm_topk_prob": True,  # as llama.cpp has it in its code
-        "num_dense_layers": metadata.get("lfm2moe.leading_dense_block_count", int, 0),
+        "num_dense_layers": metadata.count("leading_dense_block_count"),
         "num_experts": metadata.number("expert_count"),
         "num_experts_per_tok": metadata.number("expert_used_count"),
         "use_expert_bias": any(name.endswith("exp_probs_b.bias") for name in stored),

@@ -21,7 +21,8 @@ from torch import Tensor
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.gguf.mamba import KEPT_IN_FP32, MAMBA_NAMES
 from nanoengine.loading.gguf.metadata import Metadata
-from nanoengine.loading.gguf.names import GLOBAL_NAMES, SHORT_CONV, WHOLE_NAMES, layer_names
+from nanoengine.loading.gguf.names import GLOBAL_NAMES, WHOLE_NAMES, layer_names
+from nanoengine.loading.gguf.rope_scaling import ROPE_TENSORS
 from nanoengine.models.architecture import CHOICE_BIAS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.families import OUT_IS_TILED
@@ -49,6 +50,7 @@ _EXPERT_PARTS = {
 }
 _SHARED_PARTS = {"ffn_gate_shexp": "gate", "ffn_up_shexp": "up", "ffn_down_shexp": "down"}
 _ROUTER, _SHARED_GATE, _CHOICE_BIAS = "ffn_gate_inp", "ffn_gate_inp_shexp", "exp_probs_b"
+CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")  # a file has [channels, taps]
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+?)(?:\.(weight|bias))?")
 
 
@@ -90,36 +92,35 @@ def hf_tensors(
     place in the model, CorruptModelError for one of another size than its heads have.
     """
     architecture = ARCHITECTURES[config["architectures"][0]]
+    num_layers = config["num_hidden_layers"]
     for name, tensor in stored.items():
-        match = _LAYER_TENSOR.fullmatch(name)
-        found: list[GgufTensor] = []
+        if name in ROPE_TENSORS:  # config.json has what it says
+            continue
+        match, index = _LAYER_TENSOR.fullmatch(name), -1
         if match is None:
             found = _of_name(metadata, config, tensor, GLOBAL_NAMES.get(name))
-        elif int(match[1]) >= config["num_hidden_layers"] + bool(architecture.mtp):
-            continue
         else:
-            layer = _Layer(metadata, config, f"model.layers.{int(match[1])}.", match[2], match[3])
-            if architecture.kimi:
-                found = layer.of_kimi(tensor)
-            elif architecture.recurrent:
-                found = layer.of_recurrence(tensor)
-            if architecture.pattern or architecture.mixers or architecture.both_mixers:
-                found = layer.of_mamba(tensor)
-            if architecture.latent and match[2] == "attn_v_b":
-                continue  # goes with attn_k_b
-            if architecture.latent and match[2] == "attn_k_b":
-                found = layer.of_keys_and_values(tensor, stored)
-            if not found and architecture.experts is not None:
-                found = layer.of_experts(tensor, architecture.experts)
-            found = found or layer.of_decoder(tensor)
-        is_mtp = match is not None and int(match[1]) == config["num_hidden_layers"]
-        if not found and not is_mtp:
+            index, part = int(match[1]), match[2]
+            goes_with_keys = architecture.latent and part == "attn_v_b"
+            if goes_with_keys or index >= num_layers + bool(architecture.mtp):
+                continue
+            layer = _Layer(metadata, config, f"model.layers.{index}.", part, match[3])
+            found = layer.becomes(tensor, stored)
+        if not found and index != num_layers:  # which is the head for multi-token prediction
             raise UnsupportedModelError(
                 f"{metadata.path}: tensor {name!r} has no place in {config['architectures'][0]}"
             )
-        yield from found
+        yield from map(_with_taps, found)
     if architecture.activation == "xielu":
         yield from _of_activations(metadata, config["num_hidden_layers"])
+
+
+def _with_taps(tensor: GgufTensor) -> GgufTensor:
+    """At Hugging Face a convolution is [channels, 1, taps]."""
+    if not tensor.name.endswith(CONVOLUTIONS):
+        return tensor
+    channels, *taps = tensor.shape
+    return replace(tensor, shape=(channels, 1, *taps))
 
 
 def _of_activations(metadata: Metadata, num_layers: int) -> Iterator[GgufTensor]:
@@ -142,10 +143,7 @@ def _of_name(
     # llama.cpp stores the number that a norm multiplies with.
     offset = ARCHITECTURES[config["architectures"][0]].norm_offset or 0.0
     change = partial(_minus, offset) if offset and name.endswith("norm.weight") else None
-    shape = _shape(stored)
-    if name.endswith(f"{SHORT_CONV}.weight"):
-        shape = (shape[0], 1, *shape[1:])
-    return [GgufTensor(name, shape, stored.data, stored.tensor_type, rows, change)]
+    return [GgufTensor(name, _shape(stored), stored.data, stored.tensor_type, rows, change)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +155,22 @@ class _Layer:
     prefix: str
     part: str
     kind: str | None
+
+    def becomes(self, tensor: Any, stored: Mapping[str, Any]) -> list[GgufTensor]:
+        """What the tensor is at Hugging Face; [] if it has no place there. stored: all of them."""
+        architecture = ARCHITECTURES[self.config["architectures"][0]]
+        if architecture.latent and self.part == "attn_k_b":
+            return self.of_keys_and_values(tensor, stored)
+        found: list[GgufTensor] = []
+        if architecture.pattern or architecture.mixers or architecture.both_mixers:
+            found = self.of_mamba(tensor)
+        elif architecture.kimi:
+            found = self.of_kimi(tensor)
+        elif architecture.recurrent:
+            found = self.of_recurrence(tensor)
+        if not found and architecture.experts is not None:
+            found = self.of_experts(tensor, architecture.experts)
+        return found or self.of_decoder(tensor)
 
     def of_decoder(self, stored: Any) -> list[GgufTensor]:
         """What all architectures have, and attention sinks; [] for others."""
@@ -230,9 +244,7 @@ class _Layer:
         if name is None:
             return []
         shape = _shape(stored)
-        if name == "conv1d.weight":
-            shape = (shape[0], 1, *shape[1:])
-        elif not name.endswith("proj.weight"):
+        if not name.endswith(("proj.weight", "conv1d.weight")):
             shape = (math.prod(shape),)
         is_whole = ARCHITECTURES[self.config["architectures"][0]].pattern
         return [
@@ -261,8 +273,7 @@ class _Layer:
         if not self.part.startswith("ssm_conv1d_"):
             return []
         name = f"{whole}{self.part[-1]}_conv1d.weight"
-        rows = stored.data.reshape(shape[0], -1)
-        return [GgufTensor(name, (shape[0], 1, *shape[1:]), rows, kind)]
+        return [GgufTensor(name, shape, stored.data.reshape(shape[0], -1), kind)]
 
     def of_recurrence(self, stored: Any) -> list[GgufTensor]:
         """The gated delta rule; [] for others."""
@@ -270,25 +281,18 @@ class _Layer:
         if make is None:
             return []
         order = _HeadOrder.of(self.config, self.metadata.architecture in TILED)
+        num_rows, *columns = _shape(stored)
         return [
-            self._of_recurrence(stored, name, rows, change)
+            GgufTensor(
+                f"{self.prefix}linear_attn.{name}",
+                (len(rows), *columns),
+                stored.data,
+                stored.tensor_type,
+                None if np.array_equal(rows, np.arange(num_rows)) else rows,
+                change,
+            )
             for name, rows, change in make(order, stored, self.metadata.path)
         ]
-
-    def _of_recurrence(
-        self, stored: Any, name: str, rows: Order, change: Callable[[Tensor], Tensor] | None
-    ) -> GgufTensor:
-        shape = (len(rows), *_shape(stored)[1:])
-        if name == "conv1d.weight":
-            shape = (shape[0], 1, *shape[1:])
-        return GgufTensor(
-            f"{self.prefix}linear_attn.{name}",
-            shape,
-            stored.data,
-            stored.tensor_type,
-            None if np.array_equal(rows, np.arange(int(stored.shape[-1]))) else rows,
-            change,
-        )
 
 
 @dataclass(frozen=True, slots=True)
