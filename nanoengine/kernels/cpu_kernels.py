@@ -38,7 +38,7 @@ _LIKELIEST_ARGS = struct.Struct("=3Q5q")
 _CANDIDATE_BYTES = 16
 MOST_SORTED = 256  # tokens of a row that are put in order one after the other
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
-# What gates go through, by the names of torch_ops.GATED, as in cpu_vectors.h.
+# What gates go through, by the names of activations.GATED, as in cpu_vectors.h.
 ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3, "relu2": 4}
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 _RULES = (MambaNet, DeltaNet, ShortConvNet, KimiNet)  # as numbered in cpu_delta.h
@@ -322,8 +322,8 @@ class CpuKernels:
         self.tape.call(self._add, args, x, summand, gate)
 
     def gate_mul(self, gate_up: Tensor, activation: str, out: Tensor) -> None:
-        """out = activation(gate) * up, as torch_ops.GATED[activation]; clamped_swiglu in fp32 until
-        out is rounded. gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous.
+        """out = activation(gate) * up, as of activations.GATED; clamped_swiglu in fp32 until out is
+        rounded. gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous.
         """
         args = (
             gate_up.data_ptr(),

@@ -21,7 +21,15 @@ from nanoengine.models.experts import (
     Map,
     Router,
 )
-from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, Norm, NormedProduct, Product
+from nanoengine.models.layer_ops import (
+    MLP,
+    AfterAttention,
+    Embed,
+    Norm,
+    NormedProduct,
+    Product,
+    normed,
+)
 from nanoengine.models.stored_codes import CodedWeight, Weight
 
 
@@ -88,7 +96,7 @@ class GpuOps(KernelOps):
     ) -> Product:
         if isinstance(weight, Tensor):
             return super().linear(weight, bias, norm)
-        return self._normed(norm, self._products.pack(weight, bias))
+        return normed(self, norm, self._products.pack(weight, bias))
 
     def head(self, weight: Weight, norm: Norm | None) -> Product:
         return self.tied(weight, norm)[1]
@@ -103,7 +111,7 @@ class GpuOps(KernelOps):
         if isinstance(weight, Tensor):
             return self.embedding(weight), super().head(weight, norm)
         packed = self._products.pack(weight)
-        return packed.gather_rows, self._normed(norm, packed.in_float)
+        return packed.gather_rows, normed(self, norm, packed.in_float)
 
     def experts(
         self,

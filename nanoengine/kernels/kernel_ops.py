@@ -9,10 +9,9 @@ from typing import Protocol
 from torch import Tensor
 
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
-from nanoengine.models.layer_ops import Norm, Product
+from nanoengine.models.activations import relu2
+from nanoengine.models.layer_ops import LayerOps, Norm, Product
 from nanoengine.models.rules import RecurrentNet
-from nanoengine.models.torch_ops import TorchOps
-from nanoengine.models.ungated import relu2
 
 
 class Recorder(Protocol):
@@ -36,7 +35,7 @@ class Kernels(Protocol):
     ) -> None: ...
 
 
-class KernelOps(TorchOps):
+class KernelOps(LayerOps):
     """Fused kernels: one call each instead of five to eight small PyTorch operators."""
 
     def __init__(self, kernels: Kernels, recorder: Recorder | None) -> None:

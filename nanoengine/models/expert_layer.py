@@ -8,15 +8,13 @@ from torch import Tensor
 
 from nanoengine.config.model import ExpertsConfig
 from nanoengine.models.experts import (
-    ExpertWeights,
     Map,
     MixtureWeights,
     Router,
     RouterWeights,
     SharedExpert,
 )
-from nanoengine.models.layer_ops import MLP, LayerOps, Norm, NormedProduct, Product
-from nanoengine.models.ungated import relu2
+from nanoengine.models.layer_ops import MLP, LayerOps, Norm, NormedProduct, Product, parts_of_expert
 
 
 def make_mixture(
@@ -55,16 +53,3 @@ def make_router(
         return *chosen, x if before_experts is None else before_experts(x)
 
     return choose
-
-
-def parts_of_expert(
-    ops: LayerOps, weights: ExpertWeights, activation: str
-) -> tuple[Product, Product]:
-    """Gate and up, or up with relu2; and down."""
-    if weights.gate is None:
-        product = ops.linear(weights.up)
-        return lambda x: ops.activated(product(x), relu2), ops.summand(weights.down)
-    gate, up, down = weights.biases or (None, None, None)
-    both = None if gate is None or up is None else (gate, up)
-    gate_up = ops.gate_up(weights.gate, weights.up, both, None, activation)
-    return gate_up, ops.summand(weights.down, down)

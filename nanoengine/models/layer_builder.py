@@ -18,6 +18,7 @@ from nanoengine.config.model import (
     RopeConfig,
     ShortConvConfig,
 )
+from nanoengine.models.activations import XIELU_SHAPES, Xielu, relu2
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.delta_net import KimiNet, flat_projections
@@ -40,7 +41,6 @@ from nanoengine.models.mtp import MtpParts
 from nanoengine.models.rope import head_order
 from nanoengine.models.rules import RecurrentNet, make_net
 from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
-from nanoengine.models.ungated import XIELU_SHAPES, Xielu, relu2
 from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
 
 TensorSource = Callable[[str], Weight]

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 
 from nanoengine.config.model import ExpertsConfig, LatentConfig, ModelConfig, RecurrentConfig
+from nanoengine.models.activations import XIELU_SHAPES
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ROUTER, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
-from nanoengine.models.ungated import XIELU_SHAPES
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

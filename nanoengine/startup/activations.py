@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from nanoengine.config.model import AnyRecurrent, ModelConfig, ShortConvConfig
+from nanoengine.models.activations import BYTES, PIECE
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.draw import MOST_ROWS
-from nanoengine.models.ungated import BYTES, PIECE
 
 # Bytes of a logit of a row that samples: in fp32 itself, without what a form forbids, and with
 # penalties or as a log-probability; PyTorch ranks them, too.

@@ -25,8 +25,8 @@ from nanoengine.kernels.cpu_ops import PackedOps
 from nanoengine.kernels.packed_weight import ADD, STORE, WeightArena
 from nanoengine.models.expert_layer import make_router
 from nanoengine.models.experts import Experts, ExpertWeights, MixtureWeights, RouterWeights, route
+from nanoengine.models.layer_ops import TorchOps
 from nanoengine.models.stored_codes import CodedWeight, joined
-from nanoengine.models.torch_ops import TorchOps
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 

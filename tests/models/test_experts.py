@@ -19,6 +19,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from nanoengine.config.model import ExpertsConfig
+from nanoengine.models.activations import silu_mul
 from nanoengine.models.expert_layer import make_mixture, make_router
 from nanoengine.models.experts import (
     ExpertWeights,
@@ -28,7 +29,7 @@ from nanoengine.models.experts import (
     add_up,
     route,
 )
-from nanoengine.models.torch_ops import TorchOps, silu_mul
+from nanoengine.models.layer_ops import TorchOps
 from nanoengine.startup import parts
 
 HIDDEN, INNER, COUNT, TOP_K = 24, 16, 6, 3

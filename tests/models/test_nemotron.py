@@ -34,11 +34,11 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.settings import check_supported, model_config
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.models.activations import relu2
 from nanoengine.models.expert_layer import make_mixture, make_router
 from nanoengine.models.experts import ExpertWeights, GroupedExperts, MixtureWeights, RouterWeights
+from nanoengine.models.layer_ops import TorchOps
 from nanoengine.models.shard import WHOLE
-from nanoengine.models.torch_ops import TorchOps
-from nanoengine.models.ungated import relu2
 from nanoengine.models.weight_shapes import experts_of
 from nanoengine.startup import parts
 from nanoengine.startup.weight_bytes import WeightForm, weight_bytes

@@ -1,13 +1,15 @@
-"""Activations of feed-forwards without a gate. Each computes over its argument, and returns it."""
+"""Activations of feed-forwards. Those without a gate compute over their argument, and return it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 # Where a feed-forward has its numbers, and the shape of each.
 XIELU_SHAPES: dict[str, tuple[int, ...]] = {
     "act_fn.alpha_p": (1,),
@@ -52,3 +54,34 @@ class Xielu:
             is_above = wide > 0
             piece.copy_(above.where(is_above, below).add_(wide.mul_(self.beta)))
         return x
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [tokens, 2 * dim]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up of [tokens, 2 * dim]; GELU by its formula with tanh (arXiv 1606.08415)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """gate * sigmoid(1.702 gate) * (up + 1) of [tokens, 2 * dim], where gate is at most 7 and up is
+    within 7 of 0: that of gpt-oss.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
+
+
+# activation(gate) * up, by transformers' names of the activations; it has none for clamped_swiglu.
+# relu2 has no gate: of [tokens, dim].
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_mul,
+    "gelu_pytorch_tanh": gelu_mul,
+    "clamped_swiglu": clamped_swiglu,
+    "relu2": relu2,
+}
