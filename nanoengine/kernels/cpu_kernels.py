@@ -95,19 +95,17 @@ class CpuKernels:
     def __init__(self, library: ctypes.CDLL, tape: CallTape | None = None) -> None:
         """tape: records the calls; by default one of its own."""
         self.tape = tape or CallTape(library)
-        self._attend = library.attend
-        self._rms_norm = library.rms_norm
+        self._attend, self._rms_norm = library.attend, library.rms_norm
         self._rope_store, self._rotate = library.rope_store, library.rotate
         self._gated_delta, self._short_conv = library.gated_delta, library.short_conv
-        for function in (self._rms_norm, self._rope_store, self._rotate):
-            function.argtypes = [ctypes.c_char_p]
-        for function in (self._attend, self._gated_delta, self._short_conv):
+        self._draw, self._likeliest = library.draw, library.likeliest
+        of_steps = self._attend, self._rms_norm, self._rope_store, self._rotate
+        of_rules, of_logits = (self._gated_delta, self._short_conv), (self._draw, self._likeliest)
+        for function in (*of_steps, *of_rules, *of_logits):
             function.argtypes = [ctypes.c_char_p]
         self._add = library.add
         self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, None
-        self._draw, self._workspace = library.draw, Workspace()
-        self._likeliest = library.likeliest
-        self._draw.argtypes = self._likeliest.argtypes = [ctypes.c_char_p]
+        self._workspace = Workspace()
         self._argmax = library.argmax
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
         self._gate_mul, self._sigmoid_mul = library.gate_mul, library.sigmoid_mul

@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-# Where a feed-forward has its numbers, and the shape of each.
+# Where a feed-forward has the numbers of its xIELU, and the shape of each.
 XIELU_SHAPES: dict[str, tuple[int, ...]] = {
     "act_fn.alpha_p": (1,),
     "act_fn.alpha_n": (1,),
     "act_fn.beta": (),
     "act_fn.eps": (),
 }
-PIECE = 1 << 20  # numbers that are computed at once
-BYTES = 4 * 8 + 1  # that each of them takes meanwhile
+XIELU_PIECE = 1 << 20  # numbers that are computed at once
+XIELU_BYTES = 4 * 8 + 1  # that each of them takes meanwhile
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Xielu:
         """Over x, contiguous, and x. In double: the last elements of a vector go through other code
         than the first.
         """
-        for piece in torch.split(x.view(-1), PIECE):
+        for piece in torch.split(x.view(-1), XIELU_PIECE):
             wide = piece.double()
             above = wide.square().mul_(self.alpha_p)
             below = wide.clamp(max=self.eps).expm1_().sub_(wide).mul_(self.alpha_n)

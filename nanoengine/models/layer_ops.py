@@ -7,7 +7,7 @@ do it fast.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.activations import GATED, relu2
 from nanoengine.models.draw import Draws, draw, likeliest
@@ -23,8 +22,9 @@ from nanoengine.models.experts import (
     Experts,
     ExpertWeights,
     Map,
+    MixtureWeights,
     Router,
-    RouterWeights,
+    Routing,
     route,
     sigmoid,
 )
@@ -116,21 +116,18 @@ class LayerOps(Protocol):
         return lambda x: torch.bmm(x.transpose(0, 1), turned).transpose(0, 1).contiguous()
 
     def gate_up(
-        self,
-        gate: Weight,
-        up: Weight,
-        biases: tuple[Tensor, Tensor] | None,
-        norm: Norm | None,
-        activation: str,
+        self, gate: Weight, up: Weight, bias: Tensor | None, norm: Norm | None, activation: str
     ) -> Product:
-        """activation(gate(norm(x))) * up(norm(x)) (arXiv 2002.05202); see activations.GATED."""
-        both = self.linear(joined([gate, up]), None if biases is None else torch.cat(biases))
+        """activation(gate(norm(x))) * up(norm(x)) (arXiv 2002.05202); see activations.GATED. bias:
+        of gate, then of up.
+        """
+        both = self.linear(joined([gate, up]), bias)
         gated = self.gated(activation)
         return normed(self, norm, lambda x: gated(both(x)))
 
     def head(self, weight: Weight, norm: Norm | None) -> Product:
         """The product that gives the logits; its weight is never quantised."""
-        return normed(self, norm, Linear(numbers_of(weight)))
+        return self.tied(weight, norm)[1]
 
     def embedding(self, weight: Weight) -> Embed:
         """Token ids to rows of weight."""
@@ -138,23 +135,17 @@ class LayerOps(Protocol):
 
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """The embedding and the head that share one weight, which is held once if possible."""
-        return self.embedding(weight), self.head(weight, norm)
+        # What oneDNN reorders is held twice.
+        return self.embedding(weight), normed(self, norm, Linear(numbers_of(weight)))
 
-    def router(self, weights: RouterWeights) -> Product:
+    def router(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """x @ weight.T + bias in fp32; the weight is never quantised."""
-        bias = None if weights.bias is None else weights.bias.float()
-        product = Linear(weights.weight.float(), bias)
+        product = Linear(weight.float(), None if bias is None else bias.float())
         return lambda x: product(x.float())
 
-    def route(
-        self,
-        config: ExpertsConfig,
-        logits: Tensor,
-        choice_bias: Tensor | None,
-        scale: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def route(self, routing: Routing, logits: Tensor) -> tuple[Tensor, Tensor]:
         """As experts.route, of what `router` gives."""
-        return route(config, logits, choice_bias, scale)
+        return route(routing, logits)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """target = source, in place; both may have strides."""
@@ -174,15 +165,10 @@ class LayerOps(Protocol):
         return x.add_(summand)
 
     def experts(
-        self,
-        config: ExpertsConfig,
-        experts: Iterable[ExpertWeights],
-        router: Router,
-        activation: str,
-        gather: Map | None = None,
+        self, weights: MixtureWeights, router: Router, activation: str, gather: Map | None = None
     ) -> Product:
         """The experts of a layer, which are read one at a time. gather: as of Experts."""
-        each = [parts_of_expert(self, expert, activation) for expert in experts]
+        each = [parts_of_expert(self, expert, activation) for expert in weights.experts]
         return Experts(router, each, gather)
 
     def after_attention(
@@ -393,10 +379,9 @@ def parts_of_expert(
     if weights.gate is None:
         product = ops.linear(weights.up)
         return lambda x: ops.activated(product(x), relu2), ops.summand(weights.down)
-    gate, up, down = weights.biases or (None, None, None)
-    both = None if gate is None or up is None else (gate, up)
-    gate_up = ops.gate_up(weights.gate, weights.up, both, None, activation)
-    return gate_up, ops.summand(weights.down, down)
+    bias, of_down = weights.biases or (None, None)
+    gate_up = ops.gate_up(weights.gate, weights.up, bias, None, activation)
+    return gate_up, ops.summand(weights.down, of_down)
 
 
 def num_runs(head: Product) -> int:
