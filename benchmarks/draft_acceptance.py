@@ -39,7 +39,7 @@ from nanoengine.engine.speculative import PromptLookup
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.loader import load_model
 from nanoengine.models.decoder import Decoder
-from nanoengine.models.torch_ops import TorchOps
+from nanoengine.models.layer_ops import TorchOps
 from nanoengine.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -137,13 +137,13 @@ def write(name: str, folder: Path) -> int:
 def write_q4_0(folder: Path, path: Path) -> None:
     """Write the GGUF of a checkpoint, whose matrices are Q4_0."""
     import gguf
-    from gguf_model import GGUFModel, QuantType
+    from gguf_model import GGUFModel
 
     model = GGUFModel(folder)
     model.settings["general.file_type"] = int(gguf.LlamaFileType.MOSTLY_Q4_0)
     for name, tensor in model.tensors.items():
         if tensor.ndim > 1 and not any(part in name for part in IN_FLOAT32):
-            model.types[name] = QuantType.Q4_0
+            model.types[name] = gguf.GGMLQuantizationType.Q4_0
     model.write(path)
 
 

@@ -82,55 +82,41 @@ class CodePlanes:
         """Words of a row of a plane."""
         return self.codes.shape[1]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in memory."""
-        return sum(plane.nbytes for plane in self.tensors if plane is not None)
-
 
 def planes_of(experts: list[CodedRows]) -> CodePlanes:
     """The planes of weights of one format and shape, on the device of their rows."""
     first = experts[0]
-    outputs, held = len(first.rows), -(-len(first.rows) // PAD) * PAD
-    made: list[Tensor] = []
+    outputs, inputs = first.shape
+    held, made = -(-outputs // PAD) * PAD, dict[str, Tensor]()
     for index, expert in enumerate(experts):
         for start in range(0, held, _ROWS_AT_ONCE):
             rows = expert.rows[start : start + _ROWS_AT_ONCE]
             width = min(held - start, _ROWS_AT_ONCE)
             pieces = _pieces(first.format, functional.pad(rows, (0, 0, 0, width - len(rows))))
-            if not made:
-                made = [piece.new_empty(len(experts), piece.shape[1], held) for piece in pieces]
-            for plane, piece in zip(made, pieces, strict=True):
-                plane[index, :, start : start + width] = piece.T
-    planes = dict(zip(_names(first.format), (plane.flatten(0, 1) for plane in made), strict=True))
+            for plane, piece in pieces.items():
+                if plane not in made:
+                    made[plane] = piece.new_empty(len(experts), piece.shape[1], held)
+                made[plane][index, :, start : start + width] = piece.T
+    planes = {name: plane.flatten(0, 1) for name, plane in made.items()}
+    planes["halves"] = planes["halves"].view(torch.int32)
     return CodePlanes(
-        first.format,
-        outputs,
-        first.num_inputs,
-        planes["codes"],
-        planes.get("high"),
-        planes["halves"].view(torch.int32),
-        planes.get("scales"),
+        *(first.format, outputs, inputs, planes["codes"], planes.get("high")),
+        *(planes["halves"], planes.get("scales")),
     )
 
 
-def _names(name: str) -> list[str]:
-    fields = _FIELDS[name]
-    optional = {"high": fields.high, "scales": fields.scales}
-    return ["codes", "halves", *(each for each, where in optional.items() if where is not None)]
-
-
-def _pieces(name: str, rows: Tensor) -> list[Tensor]:
-    """Each plane of some rows, [outputs, rows of the plane], in the order of `_names`."""
+def _pieces(name: str, rows: Tensor) -> dict[str, Tensor]:
+    """Each plane of some rows, [outputs, rows of the plane], by its name in CodePlanes."""
     fields, blocks = _FIELDS[name], rows.view(len(rows), -1, FORMATS[name][1])
     codes = blocks[..., fields.codes]
     words = _as_words(codes) if name in IN_BYTES else _packed(_low(codes, fields.run), 4)
-    pieces = [words, _halves(name, blocks[..., fields.halves])]
+    pieces = {"codes": words, "halves": _halves(name, blocks[..., fields.halves])}
     if fields.high is not None:
-        pieces.append(_packed(_high(name, blocks[..., fields.high]), 2 if name == "Q6_K" else 1))
+        high = _high(name, blocks[..., fields.high])
+        pieces["high"] = _packed(high, 2 if name == "Q6_K" else 1)
     if fields.scales is not None:
         scales = blocks[..., fields.scales]
-        pieces.append(_as_words(scales) if name == "Q6_K" else _six_bits(scales))
+        pieces["scales"] = _as_words(scales) if name == "Q6_K" else _six_bits(scales)
     return pieces
 
 

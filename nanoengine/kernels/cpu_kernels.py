@@ -38,7 +38,7 @@ _LIKELIEST_ARGS = struct.Struct("=3Q5q")
 _CANDIDATE_BYTES = 16
 MOST_SORTED = 256  # tokens of a row that are put in order one after the other
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
-# What gates go through, by the names of torch_ops.GATED, as in cpu_vectors.h.
+# What gates go through, by the names of activations.GATED, as in cpu_vectors.h.
 ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3, "relu2": 4}
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 _RULES = (MambaNet, DeltaNet, ShortConvNet, KimiNet)  # as numbered in cpu_delta.h
@@ -95,19 +95,17 @@ class CpuKernels:
     def __init__(self, library: ctypes.CDLL, tape: CallTape | None = None) -> None:
         """tape: records the calls; by default one of its own."""
         self.tape = tape or CallTape(library)
-        self._attend = library.attend
-        self._rms_norm = library.rms_norm
+        self._attend, self._rms_norm = library.attend, library.rms_norm
         self._rope_store, self._rotate = library.rope_store, library.rotate
         self._gated_delta, self._short_conv = library.gated_delta, library.short_conv
-        for function in (self._rms_norm, self._rope_store, self._rotate):
-            function.argtypes = [ctypes.c_char_p]
-        for function in (self._attend, self._gated_delta, self._short_conv):
+        self._draw, self._likeliest = library.draw, library.likeliest
+        of_steps = self._attend, self._rms_norm, self._rope_store, self._rotate
+        of_rules, of_logits = (self._gated_delta, self._short_conv), (self._draw, self._likeliest)
+        for function in (*of_steps, *of_rules, *of_logits):
             function.argtypes = [ctypes.c_char_p]
         self._add = library.add
         self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, None
-        self._draw, self._workspace = library.draw, Workspace()
-        self._likeliest = library.likeliest
-        self._draw.argtypes = self._likeliest.argtypes = [ctypes.c_char_p]
+        self._workspace = Workspace()
         self._argmax = library.argmax
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
         self._gate_mul, self._sigmoid_mul = library.gate_mul, library.sigmoid_mul
@@ -322,8 +320,8 @@ class CpuKernels:
         self.tape.call(self._add, args, x, summand, gate)
 
     def gate_mul(self, gate_up: Tensor, activation: str, out: Tensor) -> None:
-        """out = activation(gate) * up, as torch_ops.GATED[activation]; clamped_swiglu in fp32 until
-        out is rounded. gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous.
+        """out = activation(gate) * up, as of activations.GATED; clamped_swiglu in fp32 until out is
+        rounded. gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous.
         """
         args = (
             gate_up.data_ptr(),

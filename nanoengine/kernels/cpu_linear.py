@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from nanoengine.config.model import ExpertsConfig
 from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, load_library
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import Workspace
-from nanoengine.kernels.packed_experts import PackedExpert, PackedExperts
-from nanoengine.kernels.packed_product import PackedAfterAttention, PackedGateUp, PackedLinear
-from nanoengine.kernels.packed_weight import WeightPacker, format_of, shape_of
-from nanoengine.models.experts import Map, Router
-from nanoengine.models.stored_codes import CodedWeight, Weight
+from nanoengine.kernels.packed_product import PackedGateUp, PackedLinear
+from nanoengine.kernels.packed_weight import WeightPacker
+from nanoengine.models.experts import Routing
+from nanoengine.models.stored_codes import CodedWeight, Weight, format_of
 
 SOURCE = Path(__file__).with_name("cpu_linear.c")
 # Of activations, as in cpu_panels.h.
@@ -54,9 +51,9 @@ class CpuLinear:
         library.linear_in_panels.argtypes = [ctypes.c_char_p, pointer, integer]
         library.gather_rows.argtypes = [pointer, pointer, integer, pointer, integer]
         has_tiles = dtype is torch.bfloat16 and library.allow_tiles() == 0
-        self._workspace, self._tape = Workspace(), tape
+        self.workspace, self._tape = Workspace(), tape
         self._packer = WeightPacker(
-            library, tape, self._workspace, dtype, with_codes, has_tiles, rounds_rows
+            library, tape, self.workspace, dtype, with_codes, has_tiles, rounds_rows
         )
         self.dtype = dtype
         self.with_codes = with_codes
@@ -111,7 +108,7 @@ class CpuLinear:
         parts = weight.parts if isinstance(weight, CodedWeight) else (weight,)
         if bias is not None:
             self._packer.check(bias, weight.shape[:1])
-        biases = () if bias is None else torch.split(bias, [shape_of(part)[0] for part in parts])
+        biases = () if bias is None else torch.split(bias, [part.shape[0] for part in parts])
         pack = self._packer.pack
         return PackedLinear(
             tuple(pack((part,), biases[i : i + 1], norm) for i, part in enumerate(parts))
@@ -121,20 +118,22 @@ class CpuLinear:
         self,
         gate: Weight,
         up: Weight,
-        biases: tuple[Tensor, Tensor] | None = None,
+        bias: Tensor | None = None,
         norm: tuple[Tensor, float] | None = None,
         activation: str = "silu",
     ) -> PackedGateUp | None:
         """Pack gate and up, each [outputs, inputs], into one weight; else as `pack`.
 
-        activation: a key of ACTIVATIONS. None: they are not codes of one format each.
+        bias: [2 x outputs], of gate, then of up. activation: a key of ACTIVATIONS. None: they are
+        not codes of one format each.
         """
         (gate_part, *more_gate), (up_part, *more_up) = (
             each.parts if isinstance(each, CodedWeight) else (each,) for each in (gate, up)
         )
         if more_gate or more_up or format_of(gate_part) != format_of(up_part):
             return None
-        packed = self._packer.pack((gate_part, up_part), biases or (), norm, activation)
+        biases = () if bias is None else bias.chunk(2)
+        packed = self._packer.pack((gate_part, up_part), biases, norm, activation)
         return PackedGateUp((packed,))
 
     def narrowed(self, weight: Tensor) -> Tensor:
@@ -142,25 +141,14 @@ class CpuLinear:
         (held,) = self._packer.narrowed([weight])
         return held
 
-    def experts(
-        self, router: Router, experts: Sequence[PackedExpert], gather: Map | None
-    ) -> PackedExperts:
-        """experts: as of PackedExperts. gather: as of Experts."""
-        return PackedExperts(self._workspace, router, experts, gather)
-
-    def route(
-        self,
-        config: ExpertsConfig,
-        logits: Tensor,
-        choice_bias: Tensor | None,
-        scale: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def route(self, routing: Routing, logits: Tensor) -> tuple[Tensor, Tensor]:
         """As models.experts.route; logits contiguous."""
+        config, choice_bias, scale = routing.config, routing.choice_bias, routing.scale
         rows, count = logits.shape
         ids = torch.empty((rows, config.top_k), dtype=torch.int64)
         weights = torch.empty((rows, config.top_k), dtype=torch.float32)
         shape = (rows, 2 * count + config.num_groups)
-        scratch = self._workspace.buffer("scores", shape, torch.float32)
+        scratch = self.workspace.buffer("scores", shape, torch.float32)
         packed = _ROUTE.pack(
             logits.data_ptr(),
             *(0 if tensor is None else tensor.data_ptr() for tensor in (choice_bias, scale)),
@@ -175,13 +163,3 @@ class CpuLinear:
         )
         self._tape.call(self._route, packed, logits, choice_bias, scale, ids, weights, scratch)
         return ids, weights
-
-    def after_attention(
-        self,
-        out: PackedLinear,
-        gate_up: PackedGateUp,
-        down: PackedLinear,
-        next_qkv: PackedLinear | None,
-    ) -> PackedAfterAttention:
-        """As LayerOps.after_attention."""
-        return PackedAfterAttention(self._workspace, (out, gate_up, down), next_qkv)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanoengine.config.model import ExpertsConfig
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.kernel_ops import KernelOps
-from nanoengine.kernels.packed_experts import PackedApart, PackedExpert
-from nanoengine.kernels.packed_product import PackedGateUp, PackedHead, PackedHeads, PackedLinear
+from nanoengine.kernels.packed_experts import PackedApart, PackedExpert, PackedExperts
+from nanoengine.kernels.packed_product import (
+    PackedAfterAttention,
+    PackedGateUp,
+    PackedHead,
+    PackedHeads,
+    PackedLinear,
+)
 from nanoengine.models.draw import Draws
-from nanoengine.models.experts import Experts, ExpertWeights, Map, Router, RouterWeights
+from nanoengine.models.experts import (
+    Experts,
+    ExpertWeights,
+    Map,
+    MixtureWeights,
+    Router,
+    Routing,
+)
 from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, Norm, Product, TiledProduct
 from nanoengine.models.stored_codes import Weight, joined
 
@@ -93,24 +103,16 @@ class PackedOps(CpuOps):
         return self._products.pack(weight, bias, fused)
 
     def gate_up(
-        self,
-        gate: Weight,
-        up: Weight,
-        biases: tuple[Tensor, Tensor] | None,
-        norm: Norm | None,
-        activation: str,
+        self, gate: Weight, up: Weight, bias: Tensor | None, norm: Norm | None, activation: str
     ) -> Product:
         if norm is None:
-            return super().gate_up(gate, up, biases, norm, activation)
+            return super().gate_up(gate, up, bias, norm, activation)
         fused = norm.weight, norm.eps
-        packed = self._products.pack_gate_up(gate, up, biases, fused, activation)
-        return super().gate_up(gate, up, biases, norm, activation) if packed is None else packed
+        packed = self._products.pack_gate_up(gate, up, bias, fused, activation)
+        return super().gate_up(gate, up, bias, norm, activation) if packed is None else packed
 
     def per_head(self, weights: Tensor) -> Product:
         return PackedHeads([self._products.pack(weight) for weight in weights])
-
-    def head(self, weight: Weight, norm: Norm | None) -> Product:
-        return self.tied(weight, norm)[1]
 
     def embedding(self, weight: Weight) -> Embed:
         if not isinstance(weight, Tensor):
@@ -122,9 +124,9 @@ class PackedOps(CpuOps):
         packed = self.linear(weight, None, norm)
         return packed.gather_rows, PackedHead(packed)
 
-    def router(self, weights: RouterWeights) -> Product:
+    def router(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """A weight in float32 is multiplied as the sum of numbers in the dtype of activations."""
-        parts, biases = addends(weights.weight, self._products.dtype), [weights.bias, None, None]
+        parts, biases = addends(weight, self._products.dtype), [bias, None, None]
         products = [self._products.pack(*each) for each in zip(parts, biases, strict=False)]
 
         def logits(x: Tensor) -> Tensor:
@@ -135,14 +137,8 @@ class PackedOps(CpuOps):
 
         return logits if len(products) > 1 else products[0].in_float
 
-    def route(
-        self,
-        config: ExpertsConfig,
-        logits: Tensor,
-        choice_bias: Tensor | None,
-        scale: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        return self._products.route(config, logits, choice_bias, scale)
+    def route(self, routing: Routing, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return self._products.route(routing, logits)
 
     def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         self._kernels.rotate(q, cos, sin)
@@ -159,17 +155,12 @@ class PackedOps(CpuOps):
         return x
 
     def experts(
-        self,
-        config: ExpertsConfig,
-        experts: Iterable[ExpertWeights],
-        router: Router,
-        activation: str,
-        gather: Map | None = None,
+        self, weights: MixtureWeights, router: Router, activation: str, gather: Map | None = None
     ) -> Product:
         """Calls of C if each weight of an expert is of one format."""
-        each = [self._expert(expert, activation) for expert in experts]
+        each = [self._expert(expert, activation) for expert in weights.experts]
         if self._are_one_call(each):
-            return self._products.experts(router, each, gather)
+            return PackedExperts(self._products.workspace, router, each, gather)
         return Experts(router, each, gather)
 
     def _expert(self, expert: ExpertWeights, activation: str) -> PackedExpert:
@@ -177,15 +168,12 @@ class PackedOps(CpuOps):
         if expert.gate is None:
             up = PackedApart(self.linear(expert.up), self.gated(activation), activation)
             return up, self._products.pack(expert.down)
-        biases, of_down = None, None
-        if expert.biases is not None:
-            *of_both, of_down = expert.biases
-            biases = of_both[0], of_both[1]
-        gate_up = self._products.pack_gate_up(expert.gate, expert.up, biases, None, activation)
+        bias, of_down = expert.biases or (None, None)
+        gate_up = self._products.pack_gate_up(expert.gate, expert.up, bias, None, activation)
         down = self._products.pack(expert.down, of_down)
         if gate_up is not None:
             return gate_up, down
-        both = self.linear(joined(expert.gate_up), None if biases is None else torch.cat(biases))
+        both = self.linear(joined(expert.gate_up), bias)
         return PackedApart(both, self.gated(activation), activation), down
 
     def _are_one_call(self, experts: list[PackedExpert]) -> bool:
@@ -194,7 +182,7 @@ class PackedOps(CpuOps):
             len(gate_up.weights) if isinstance(gate_up, PackedGateUp) or gate_up.is_one_call else 0
             for gate_up, _ in experts
         }
-        return all(down.has_one_weight for _, down in experts) and counts in ({1}, {2})
+        return all(len(down.weights) == 1 for _, down in experts) and counts in ({1}, {2})
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None
@@ -210,5 +198,6 @@ class PackedOps(CpuOps):
             and isinstance(mlp.down, PackedLinear)
             and (next_qkv is None or isinstance(next_qkv, PackedLinear))
         ):
-            return self._products.after_attention(out, mlp.gate_up, mlp.down, next_qkv)
+            products = out, mlp.gate_up, mlp.down
+            return PackedAfterAttention(self._products.workspace, products, next_qkv)
         return super().after_attention(out, mlp, next_qkv)

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanoengine.config.model import ExpertsConfig
 from nanoengine.errors import ConfigError
-from nanoengine.kernels.kernel_ops import KernelOps, Kernels, Recorder
+from nanoengine.kernels.cuda_graph import CudaGraphs
+from nanoengine.kernels.kernel_ops import KernelOps, Kernels
 from nanoengine.models.experts import (
     IN_A_GRAPH,
     ON_A_GPU,
@@ -19,26 +19,19 @@ from nanoengine.models.experts import (
     ExpertWeights,
     GroupedExperts,
     Map,
+    MixtureWeights,
     Router,
 )
-from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, Norm, NormedProduct, Product
+from nanoengine.models.layer_ops import (
+    MLP,
+    AfterAttention,
+    Embed,
+    Norm,
+    NormedProduct,
+    Product,
+    normed,
+)
 from nanoengine.models.stored_codes import CodedWeight, Weight
-
-
-class Graphs(Recorder, Protocol):
-    """Also replays parts of a step (CudaGraphs)."""
-
-    def to_static_buffer(self, x: Tensor) -> Tensor:
-        """As LayerOps.to_static_buffer."""
-        ...
-
-    def piece(self, after_attention: AfterAttention) -> AfterAttention:
-        """after_attention, replayed as a graph where x is in a static buffer."""
-        ...
-
-    def forget_steps(self) -> None:
-        """As LayerOps.forget_steps."""
-        ...
 
 
 class GpuKernels(Kernels, Protocol):
@@ -77,7 +70,9 @@ class GpuOps(KernelOps):
 
     takes_codes = True
 
-    def __init__(self, kernels: GpuKernels, graphs: Graphs | None, products: GpuProducts) -> None:
+    def __init__(
+        self, kernels: GpuKernels, graphs: CudaGraphs | None, products: GpuProducts
+    ) -> None:
         """graphs: None: no step is replayed."""
         super().__init__(kernels, graphs)
         self._graphs = graphs
@@ -88,10 +83,7 @@ class GpuOps(KernelOps):
     ) -> Product:
         if isinstance(weight, Tensor):
             return super().linear(weight, bias, norm)
-        return self._normed(norm, self._products.pack(weight, bias))
-
-    def head(self, weight: Weight, norm: Norm | None) -> Product:
-        return self.tied(weight, norm)[1]
+        return normed(self, norm, self._products.pack(weight, bias))
 
     def embedding(self, weight: Weight) -> Embed:
         if isinstance(weight, Tensor):
@@ -101,32 +93,27 @@ class GpuOps(KernelOps):
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """The head of codes gives the fp32 sums."""
         if isinstance(weight, Tensor):
-            return self.embedding(weight), super().head(weight, norm)
+            return super().tied(weight, norm)
         packed = self._products.pack(weight)
-        return packed.gather_rows, self._normed(norm, packed.in_float)
+        return packed.gather_rows, normed(self, norm, packed.in_float)
 
     def experts(
-        self,
-        config: ExpertsConfig,
-        experts: Iterable[ExpertWeights],
-        router: Router,
-        activation: str,
-        gather: Map | None = None,
+        self, weights: MixtureWeights, router: Router, activation: str, gather: Map | None = None
     ) -> Product:
         """Raises ConfigError where PyTorch's grouped product would make the host wait: always, or
         in a graph.
         """
-        others, gated = iter(experts), self.gated(activation)
-        first = next(others)
+        others, gated = iter(weights.experts), self.gated(activation)
+        first, count = next(others), weights.routing.config.count
         stored: Iterable[ExpertWeights] = chain((first,), others)
         if CodedExpert.of(first) is not None:
             stored = list(stored)  # a layer of them, as codes
             coded = [found for each in stored if (found := CodedExpert.of(each)) is not None]
-            if len(coded) == config.count and len({each.formats for each in coded}) == 1:
+            if len(coded) == count and len({each.formats for each in coded}) == 1:
                 return self._products.experts(router, coded, gated, gather)
         if first.up.dtype is not torch.bfloat16:
             raise ConfigError(ON_A_GPU)
-        grouped = GroupedExperts(router, stored, config.count, gated, gather)
+        grouped = GroupedExperts(router, stored, count, gated, gather)
         if self._graphs is not None and grouped.host_waits:
             raise ConfigError(IN_A_GRAPH)
         return grouped

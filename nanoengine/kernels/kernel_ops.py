@@ -9,18 +9,11 @@ from typing import Protocol
 from torch import Tensor
 
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
-from nanoengine.models.layer_ops import Norm, Product
+from nanoengine.kernels.call_tape import CallTape
+from nanoengine.kernels.cuda_graph import CudaGraphs
+from nanoengine.models.activations import relu2
+from nanoengine.models.layer_ops import LayerOps, Norm, Product
 from nanoengine.models.rules import RecurrentNet
-from nanoengine.models.torch_ops import TorchOps
-from nanoengine.models.ungated import relu2
-
-
-class Recorder(Protocol):
-    """Records a step and replays it (CallTape, CudaGraphs)."""
-
-    def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
-        """As LayerOps.replay."""
-        ...
 
 
 class Kernels(Protocol):
@@ -36,10 +29,10 @@ class Kernels(Protocol):
     ) -> None: ...
 
 
-class KernelOps(TorchOps):
+class KernelOps(LayerOps):
     """Fused kernels: one call each instead of five to eight small PyTorch operators."""
 
-    def __init__(self, kernels: Kernels, recorder: Recorder | None) -> None:
+    def __init__(self, kernels: Kernels, recorder: CallTape | CudaGraphs | None) -> None:
         """recorder: replays steps; None: no step is replayed."""
         self._kernels = kernels
         self._recorder = recorder

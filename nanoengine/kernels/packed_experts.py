@@ -47,7 +47,7 @@ PackedExpert = tuple[PackedGateUp | PackedApart, PackedLinear]
 
 class PackedExperts:
     """The experts of a layer, for all rows in one call of C, which a rank cuts in two where it
-    gathers. Made by `CpuLinear.experts`.
+    gathers.
     """
 
     def __init__(

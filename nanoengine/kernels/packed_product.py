@@ -32,11 +32,6 @@ class PackedProduct:
         return sum(weight.panels.nbytes for weight in self.weights)
 
     @property
-    def has_one_weight(self) -> bool:
-        """Whether all of it is of one format."""
-        return len(self.weights) == 1
-
-    @property
     def weight(self) -> PackedWeight:
         """The weight of a product that has one."""
         (weight,) = self.weights
@@ -143,10 +138,7 @@ class PackedGateUp(PackedProduct):
 
 
 class PackedAfterAttention:
-    """LayerOps.after_attention in one call of C. Made by `CpuLinear.after_attention`.
-
-    The next layer overwrites the result.
-    """
+    """LayerOps.after_attention in one call of C. The next layer overwrites the result."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from torch.nn import functional
 from nanoengine.errors import EngineError
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import ACTIVATIONS, Workspace
-from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, CodedRows
+from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, CodedRows, format_of
 
 # As in cpu_panels.h: outputs of a panel, outputs of gate and up that take turns, k of a matrix
 # tile, bytes of normed rows that fit a thread, and the epilogues.
@@ -202,7 +202,7 @@ class WeightPacker:
         biases: () or one for each. norm, activation: see `CpuLinear.pack` and `pack_gate_up`.
         Raises EngineError for other dtypes and shapes.
         """
-        outputs, inputs = shape = shape_of(weights[0])
+        outputs, inputs = shape = weights[0].shape
         for weight in weights:
             self.check(weight, shape)
         for bias in biases:
@@ -325,26 +325,14 @@ class WeightPacker:
         if (
             rows.dtype is not dtype
             or rows.device.type != "cpu"
-            or shape_of(weight) != tuple(shape)
+            or weight.shape != shape
             or 0 in shape
         ):
             name = str(dtype).removeprefix("torch.")
             raise EngineError(
                 f"weights to pack are {name} on the CPU, here of shape {tuple(shape)}: got "
-                f"{rows.dtype} on {rows.device}, shape {shape_of(weight)}"
+                f"{rows.dtype} on {rows.device}, shape {tuple(weight.shape)}"
             )
-
-
-def shape_of(weight: CodedRows | Tensor) -> tuple[int, ...]:
-    """Outputs and inputs; of a vector, its length."""
-    if isinstance(weight, CodedRows):
-        return len(weight.rows), weight.num_inputs
-    return tuple(weight.shape)
-
-
-def format_of(weight: CodedRows | Tensor) -> str:
-    """A key of stored_codes.FORMATS; "" for numbers."""
-    return weight.format if isinstance(weight, CodedRows) else ""
 
 
 def _to_float16(weight: Tensor) -> Tensor | None:

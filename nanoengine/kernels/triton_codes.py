@@ -132,33 +132,6 @@ class CodedExperts:
         return out
 
 
-class CodedMixture:
-    """GroupedExperts of codes: a product for gate and up of all experts, and one for down."""
-
-    def __init__(
-        self,
-        router: Router,
-        gate_up: CodedExperts,
-        down: CodedExperts,
-        count: int,
-        gated: Map,
-        gather: Map | None,
-    ) -> None:
-        self._router, self._gate_up, self._down = router, gate_up, down
-        self._count, self._gated, self._gather = count, gated, gather
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """As Experts."""
-        ids, weights, x = self._router(x)
-        tokens, top_k = ids.shape
-        tiles = ChosenTiles.of(ids, self._count)
-        gated = self._gated(self._gate_up(x, tiles, top_k))
-        if self._gather is not None:
-            gated = self._gather(gated)
-        results = self._down(gated, tiles, 1)
-        return add_up(results.view(tokens, top_k, -1), weights)
-
-
 class TritonCodes:
     """Packs weights for the GPU that they lie on (gpu_ops.GpuProducts)."""
 
@@ -171,13 +144,25 @@ class TritonCodes:
 
     def experts(
         self, router: Router, weights: list[CodedExpert], gated: Map, gather: Map | None
-    ) -> CodedMixture:
-        """weights: all experts, in the same formats and shapes; the others as of GroupedExperts."""
+    ) -> Map:
+        """GroupedExperts of codes: a product for gate and up of all experts, and one for down.
+        weights: of all, in the same formats and shapes; the others as there.
+        """
         biases = list(zip(*(each.biases for each in weights if each.biases), strict=True))
         of_gate_up, of_down = (torch.stack(each) for each in biases) if biases else (None, None)
         gate_up = CodedExperts(planes_of([each.gate_up for each in weights]), of_gate_up)
         down = CodedExperts(planes_of([each.down for each in weights]), of_down)
-        return CodedMixture(router, gate_up, down, len(weights), gated, gather)
+        count = len(weights)
+
+        def run(x: Tensor) -> Tensor:
+            ids, shares, x = router(x)
+            tiles = ChosenTiles.of(ids, count)
+            inner = gated(gate_up(x, tiles, ids.shape[1]))
+            if gather is not None:
+                inner = gather(inner)
+            return add_up(down(inner, tiles, 1).view(*ids.shape, -1), shares)
+
+        return run
 
 
 def multiply(x: Tensor, planes: CodePlanes, bias: Tensor | None, out: Tensor) -> None:

@@ -184,7 +184,7 @@ class TritonKernels:
         )
 
 
-# By the names of torch_ops.GATED: a kernel, and the constants that it takes last.
+# By the names of activations.GATED: a kernel, and the constants that it takes last.
 _GATES: dict[str, Any] = {
     "silu": (_gate_mul, False),
     "gelu_pytorch_tanh": (_gate_mul, True),

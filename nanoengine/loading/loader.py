@@ -29,6 +29,7 @@ from nanoengine.loading.mtp_names import check_has_mtp, mtp_parts, with_mtp
 from nanoengine.loading.packed_ints import PackedReader, packed_format
 from nanoengine.loading.short_convs import short_conv_parts
 from nanoengine.loading.wrappers import about_others, text_config
+from nanoengine.models.activations import XIELU_SHAPES
 from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.latent import held_share
 from nanoengine.models.layer_ops import LayerOps
@@ -36,7 +37,6 @@ from nanoengine.models.make_codes import ENDS, becomes_codes, make_codes
 from nanoengine.models.mtp import MtpHead
 from nanoengine.models.shard import WHOLE, Shard, Sharding
 from nanoengine.models.stored_codes import NEVER_CODES, TAKEN_APART, CodedWeight, Weight
-from nanoengine.models.ungated import XIELU_SHAPES
 from nanoengine.models.weight_shapes import in_float, weight_shapes
 from nanoengine.text.checked_json import read_json
 

@@ -82,7 +82,7 @@ class Architecture:
     fused: what a checkpoint has one tensor for: "qkv", "gate_up".
     pairs_take_turns: the two numbers of a rotated pair are neighbours in a checkpoint, those that
     are rotated before the others.
-    activation: of the gate; a key of torch_ops.GATED. is_gated: False: feed-forwards and experts
+    activation: of the gate; a key of activations.GATED. is_gated: False: feed-forwards and experts
     have no gate, but "relu2", or "xielu" (in no expert).
     mtp: how a checkpoint names the head for multi-token prediction that it may hold: "mtp", in
     names that begin so; "layer", as one more layer, as all are in a GGUF; "": it holds none.

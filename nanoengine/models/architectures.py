@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nanoengine.models.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
 from nanoengine.models.architecture import Architecture, ExpertNames, NormNames
 from nanoengine.models.families import (
     APERTUS,
@@ -34,7 +35,6 @@ from nanoengine.models.families import (
     OLMO,
     SCORES_BY_SIGMOID,
 )
-from nanoengine.models.torch_ops import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 ARCHITECTURES = {
     "ApertusForCausalLM": Architecture("Apertus (8B, 70B)", **APERTUS),

@@ -17,13 +17,7 @@ from torch import Tensor
 from nanoengine.config.model import ModelConfig
 from nanoengine.context import ForwardContext, ReplayKey
 from nanoengine.models.architectures import ARCHITECTURES
-from nanoengine.models.layer_builder import (
-    AnyAttention,
-    LayerBuilder,
-    LayerParts,
-    TensorSource,
-    rotations,
-)
+from nanoengine.models.layer_builder import LayerBuilder, LayerParts, rotations
 from nanoengine.models.layer_ops import (
     AfterAttention,
     LayerOps,
@@ -32,8 +26,9 @@ from nanoengine.models.layer_ops import (
     head_logits,
     num_runs,
 )
-from nanoengine.models.layers import LayerEnd, MixerBeside
+from nanoengine.models.layers import AnyAttention, LayerEnd, MixerBeside
 from nanoengine.models.mtp import MtpLayer
+from nanoengine.models.recurrent_builder import TensorSource
 from nanoengine.models.rope import Angles, Rotary
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,13 +33,14 @@ IN_A_GRAPH = (
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """One expert: gate and up are [inner, hidden], down is [hidden, inner]. gate: None: its
-    activation is "relu2". biases: of all, where there is a gate.
+    activation is "relu2". biases: of gate, then of up, [2 x inner], and of down, where there is a
+    gate.
     """
 
     gate: Weight | None
     up: Weight
     down: Weight
-    biases: tuple[Tensor, Tensor, Tensor] | None = None
+    biases: tuple[Tensor, Tensor] | None = None
 
     @property
     def gate_up(self) -> list[Weight]:
@@ -58,11 +60,7 @@ class CodedExpert:
     def of(cls, weights: ExpertWeights) -> CodedExpert | None:
         """None if its weights are no codes, or gate and up of two formats."""
         both, down = _only_rows(joined(weights.gate_up)), _only_rows(weights.down)
-        if both is None or down is None:
-            return None
-        if weights.biases is None:
-            return cls(both, down, None)
-        return cls(both, down, (torch.cat(weights.biases[:2]), weights.biases[2]))
+        return None if both is None or down is None else cls(both, down, weights.biases)
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -71,30 +69,33 @@ class CodedExpert:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterWeights:
-    """weight is [experts, hidden], bias [experts]."""
+class Routing:
+    """How experts are chosen by what a router gives. choice_bias: fp32 [experts], added to the
+    scores for the choice alone. scale: fp32 [experts], by which the weights of the chosen are
+    multiplied.
+    """
 
-    weight: Tensor
-    bias: Tensor | None = None
+    config: ExpertsConfig
+    choice_bias: Tensor | None = None
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureWeights:
-    """The experts of a layer, which are read one at a time.
+    """The experts of a layer, which are read one at a time, and their router: [experts, hidden].
 
-    choice_bias: fp32 [experts], added to the scores for the choice alone. shared: an expert to
-    which every row goes; shared_gate: [1, hidden], of a sigmoid that its result is multiplied by.
-    before_router: what the router sees of x, if it does not see what the experts do. scale: fp32
-    [experts], by which the weights of the chosen are multiplied.
+    router_bias: [experts]. shared: an expert to which every row goes; shared_gate: [1, hidden], of
+    a sigmoid that its result is multiplied by. before_router: what the router sees of x, if it does
+    not see what the experts do.
     """
 
-    router: RouterWeights
+    router: Tensor
+    routing: Routing
     experts: Iterable[ExpertWeights]
-    choice_bias: Tensor | None = None
+    router_bias: Tensor | None = None
     shared: ExpertWeights | None = None
     shared_gate: Tensor | None = None
     before_router: Map | None = None
-    scale: Tensor | None = None
 
 
 class Experts:
@@ -156,7 +157,7 @@ class GroupedExperts:
             torch.cat(gate_up, out=self._gate_up[index])
             self._down[index] = down
             if expert.biases is not None:
-                biases.append((torch.cat(expert.biases[:2]), expert.biases[2]))
+                biases.append(expert.biases)
         of_gate_up, of_down = zip(*biases, strict=True) if biases else ((), ())
         self._biases = (torch.stack(of_gate_up), torch.stack(of_down)) if biases else None
         self._all = torch.arange(count, device=self._down.device)
@@ -190,37 +191,12 @@ class GroupedExperts:
         return add_up(_back(results, places).view(tokens, top_k, -1), weights)
 
 
-class SharedExpert:
-    """What the experts give, and to it what the one gives to which every row goes."""
-
-    def __init__(
-        self,
-        experts: Map,
-        shared: Map,
-        gate: Map | None,
-        accumulate: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    ) -> None:
-        """gate: [tokens, hidden] -> fp32 [tokens, 1], before its sigmoid. accumulate: LayerOps'."""
-        self._experts, self._shared, self._gate = experts, shared, gate
-        self._accumulate = accumulate
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        gate = None if self._gate is None else self._gate(x)
-        return self._accumulate(self._experts(x), self._shared(x), gate)
-
-
-def route(
-    config: ExpertsConfig,
-    logits: Tensor,
-    choice_bias: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def route(routing: Routing, logits: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 [tokens, experts] -> the experts of each row, int64 [tokens, top_k], the first choice
-    first, and their weights, fp32 [tokens, top_k]. choice_bias, scale: of MixtureWeights.
+    first, and their weights, fp32 [tokens, top_k].
     """
-    scores = SCORES[config.scoring](logits)
-    choice = scores if choice_bias is None else scores + choice_bias
+    config, scores = routing.config, SCORES[routing.config.scoring](logits)
+    choice = scores if routing.choice_bias is None else scores + routing.choice_bias
     if config.num_groups > 1:
         choice = _in_top_groups(config, choice)
     ids = _largest(choice, config.top_k)
@@ -231,7 +207,7 @@ def route(
             total += weights[:, slot : slot + 1]
         weights = weights / total
     weights = weights * config.scaling
-    return ids, weights if scale is None else weights * scale[ids]
+    return ids, weights if routing.scale is None else weights * routing.scale[ids]
 
 
 def _in_top_groups(config: ExpertsConfig, choice: Tensor) -> Tensor:
@@ -250,10 +226,6 @@ def _largest(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(-1)
-
-
 def sigmoid(logits: Tensor) -> Tensor:
     """In double: a vector's last elements go through other code than the first."""
     return logits.double().sigmoid().float()
@@ -261,7 +233,7 @@ def sigmoid(logits: Tensor) -> Tensor:
 
 # By ExpertsConfig.scoring. The softmax is over all experts; divided by the sum of the chosen, it is
 # the softmax over these.
-SCORES: dict[str, Map] = {"softmax": _softmax, "sigmoid": sigmoid}
+SCORES: dict[str, Map] = {"softmax": partial(torch.softmax, dim=-1), "sigmoid": sigmoid}
 
 
 def _only_rows(weight: Weight) -> CodedRows | None:

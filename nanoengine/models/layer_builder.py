@@ -10,41 +10,35 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanoengine.config.model import (
-    AnyRecurrent,
-    ExpertsConfig,
-    ModelConfig,
-    RecurrentConfig,
-    RopeConfig,
-    ShortConvConfig,
-)
+from nanoengine.config.model import ExpertsConfig, ModelConfig, RopeConfig
+from nanoengine.models.activations import XIELU_SHAPES, Xielu, relu2
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
-from nanoengine.models.delta_net import KimiNet, flat_projections
 from nanoengine.models.expert_layer import make_mixture
-from nanoengine.models.experts import ExpertWeights, Map, MixtureWeights, RouterWeights
+from nanoengine.models.experts import ExpertWeights, Map, MixtureWeights, Routing
 from nanoengine.models.latent import LATENT_NORM_EPS, absorbed, head_rows, latent_rows
-from nanoengine.models.layer_ops import MLP, Embed, LayerOps, Norm, Product, Tiles
+from nanoengine.models.layer_ops import MLP, Embed, LayerOps, Norm, Product
 from nanoengine.models.layers import (
+    AnyAttention,
     Attention,
     InputGate,
-    KimiLayer,
     LatentAttention,
     LayerInputs,
     MixerBeside,
     RecurrentLayer,
     SharedKVAttention,
 )
-from nanoengine.models.mamba import flat_rows
 from nanoengine.models.mtp import MtpParts
+from nanoengine.models.recurrent_builder import (
+    Projection,
+    TensorSource,
+    bias_of,
+    make_recurrent,
+    put_beside,
+)
 from nanoengine.models.rope import head_order
-from nanoengine.models.rules import RecurrentNet, make_net
 from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
-from nanoengine.models.ungated import XIELU_SHAPES, Xielu, relu2
 from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
-
-TensorSource = Callable[[str], Weight]
-AnyAttention = Attention | SharedKVAttention | LatentAttention | RecurrentLayer
 
 
 def rotations(config: ModelConfig) -> tuple[dict[int, list[RopeConfig | None]], list[int]]:
@@ -62,14 +56,6 @@ def _rope(config: ModelConfig, layer: int) -> RopeConfig | None:
     if config.local_rope is not None and config.attention.window(layer) is not None:
         return config.local_rope
     return None if layer in config.no_rope_layers else config.rope
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """Of what a norm gives, to what attention or a recurrent layer takes."""
-
-    weight: Weight
-    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +141,8 @@ class LayerBuilder:
             make = self._attention if config.latent is None else self._latent_attention
             projection, attention, out = make(index, layer + "self_attn.")
             if index in config.recurrent_layers:
-                projection, beside = self._beside(index, layer + "linear_attn.", projection)
+                mixer = self._recurrent(index, layer + "linear_attn.")
+                projection, beside = put_beside(self._ops, projection, *mixer)
         else:
             projection, attention, out = self._recurrent(index, layer + "linear_attn.")
         fused, normed = self._fused(before)
@@ -168,20 +155,6 @@ class LayerBuilder:
             is_parallel=self._architecture.is_parallel,
             beside=beside,
         )
-
-    def _beside(self, index: int, prefix: str, qkv: Projection) -> tuple[Projection, MixerBeside]:
-        """A mixer beside attention, and one projection for both."""
-        own, mixer, out = self._recurrent(index, prefix)
-        widths, biases = [each.weight.shape[0] for each in (qkv, own)], [qkv.bias, own.bias]
-        given = [bias for bias in biases if bias is not None]
-        if len(given) == 1:  # the other's is zeros
-            zeros = [given[0].new_zeros(width) for width in widths]
-            given = [
-                zero if bias is None else bias for bias, zero in zip(biases, zeros, strict=True)
-            ]
-        bias = torch.cat(given) if given else None
-        whole = Projection(joined([qkv.weight, own.weight]), bias)
-        return whole, MixerBeside(self._ops, widths[0], mixer, out)
 
     def _end(self, layer: str) -> tuple[InputGate | None, float] | None:
         if not self._architecture.layer_scalar:
@@ -279,34 +252,9 @@ class LayerBuilder:
         return in_order(qkv, order)
 
     def _recurrent(self, index: int, prefix: str) -> tuple[Projection, RecurrentLayer, Product]:
-        shape, config = self._config.recurrent, self._config
-        assert shape is not None
-        tiles = None
-        if isinstance(shape, RecurrentConfig) and shape.out_tiles > 1:
-            tiles = Tiles(shape.out_tiles, shape.value_dim)
-        net = make_net(
-            shape, lambda n: self._numbers(prefix + n), config.rms_norm_eps, config.multipliers
+        return make_recurrent(
+            self._ops, self._config, index, lambda name: self._source(prefix + name)
         )
-        rule = _rule(self._ops, shape.layers.index(index), net, lambda n: self._source(prefix + n))
-        bias = self._bias(prefix, "in") if shape.has_bias else None
-        if bias is not None and isinstance(shape, RecurrentConfig):
-            bias = bias[flat_rows(torch.arange(len(bias)), shape).to(bias.device)]
-        out_bias = self._bias(prefix, "out") if shape.has_out_bias else None
-        out = self._ops.summand(self._source(prefix + "out_proj.weight"), out_bias, tiles)
-        return Projection(self._projections(prefix, shape), bias), rule, out
-
-    def _projections(self, prefix: str, shape: AnyRecurrent) -> Weight:
-        names = self._architecture.recurrent
-        if isinstance(shape, ShortConvConfig):
-            return self._source(prefix + "in_proj.weight")
-        if shape.rule == "mamba":
-            whole = self._source(prefix + "in_proj.weight")
-            return in_order(whole, flat_rows(torch.arange(whole.shape[0]), shape))
-        stored = [self._source(f"{prefix}in_proj_{name}.weight") for name in names]
-        counts = [weight.shape[0] for weight in stored]
-        rows = torch.split(torch.arange(sum(counts)), counts)
-        order = torch.cat(flat_projections(dict(zip(names, rows, strict=True)), shape))
-        return in_order(joined(stored), order.flatten())
 
     def _head_norm(self, name: str) -> Norm:
         norm, order = self._norm(name), self._head_order
@@ -349,19 +297,17 @@ class LayerBuilder:
         names = self._architecture.experts or ExpertNames()
         scale = self._numbers_if(bool(own_router), own_router + "router.per_expert_scale")
         shared, has_bias = prefix + names.shared, config.has_bias
+        choice_bias = self._numbers_if(config.has_choice_bias, f"{prefix}gate.{CHOICE_BIAS}")
         weights = MixtureWeights(
-            router=RouterWeights(
-                self._numbers(prefix + "gate.weight"),
-                self._numbers_if(has_bias, prefix + "gate.bias"),
-            ),
+            router=self._numbers(prefix + "gate.weight"),
+            router_bias=self._numbers_if(has_bias, prefix + "gate.bias"),
+            routing=Routing(config, choice_bias, None if scale is None else scale.float()),
             experts=(self._expert(f"{prefix}experts.{i}.", has_bias) for i in range(config.count)),
-            choice_bias=self._numbers_if(config.has_choice_bias, f"{prefix}gate.{CHOICE_BIAS}"),
             shared=self._expert(shared + ".", has_bias=False) if config.shared_size else None,
             shared_gate=self._numbers_if(names.has_shared_gate, shared + "_gate.weight"),
             before_router=self._router_norm(own_router) if own_router else None,
-            scale=None if scale is None else scale.float(),
         )
-        return make_mixture(self._ops, config, weights, norm, self._architecture.activation)
+        return make_mixture(self._ops, weights, norm, self._architecture.activation)
 
     def _router_norm(self, layer: str) -> Product:
         """The norm before a router with one of its own, divided by the root of its size."""
@@ -377,19 +323,17 @@ class LayerBuilder:
             (up, down), _ = self._weights(prefix, ("up", "down"), False)
             return ExpertWeights(None, up, down)
         (gate, up, down), biases = self._weights(prefix, ("gate", "up", "down"), has_bias)
-        return ExpertWeights(gate, up, down, (biases[0], biases[1], biases[2]) if biases else None)
+        both = (torch.cat(biases[:2]), biases[2]) if biases else None
+        return ExpertWeights(gate, up, down, both)
 
     def _gate_up(self, prefix: str, norm: Norm | None) -> Product:
         is_fused = "gate_up" in self._architecture.fused
         names = ("gate_up",) if is_fused else ("gate", "up")
         weights, biases = self._weights(prefix, names, self._config.mlp_bias)
-        if is_fused:
-            weights = halves(weights[0])
-            biases = [half for bias in biases for half in bias.chunk(2)]
-        gate, up = weights
-        both = (biases[0], biases[1]) if biases else None
+        gate, up = halves(weights[0]) if is_fused else weights
+        bias = torch.cat(biases) if biases else None
         fused, normed = self._fused(norm)
-        return normed(self._ops.gate_up(gate, up, both, fused, self._architecture.activation))
+        return normed(self._ops.gate_up(gate, up, bias, fused, self._architecture.activation))
 
     def _up(self, prefix: str, norm: Norm | None) -> Product:
         """Of a feed-forward without a gate."""
@@ -408,12 +352,8 @@ class LayerBuilder:
         self, prefix: str, names: tuple[str, ...], has_bias: bool
     ) -> tuple[list[Weight], list[Tensor]]:
         weights = [self._source(f"{prefix}{name}_proj.weight") for name in names]
-        return weights, [self._bias(prefix, name) for name in names if has_bias]
-
-    def _bias(self, prefix: str, name: str) -> Tensor:
-        bias = self._numbers(f"{prefix}{name}_proj.bias")
-        factor = self._config.multipliers.of_bias(name)
-        return bias if factor == 1 else bias * factor
+        biases = names if has_bias else ()
+        return weights, [bias_of(self._config, self._source, prefix, name) for name in biases]
 
     def _numbers(self, name: str) -> Tensor:
         """A tensor that is never codes."""
@@ -445,11 +385,3 @@ def _scaled(embed: Embed, factor: float) -> Embed:
 def _root(size: int, dtype: torch.dtype) -> float:
     """Rounded to the weights' dtype, as in transformers."""
     return torch.tensor(size**0.5).to(dtype).item()
-
-
-def _rule(ops: LayerOps, among: int, net: RecurrentNet, source: TensorSource) -> RecurrentLayer:
-    """source: gives a tensor of the layer by its name there. among: of the recurrent layers."""
-    if not isinstance(net, KimiNet):
-        return RecurrentLayer(ops, among, net)
-    decays, gate = (ops.linear(source(f"{name}_b_proj.weight")) for name in "fg")
-    return KimiLayer(ops, among, net, decays, gate)

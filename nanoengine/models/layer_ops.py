@@ -1,31 +1,41 @@
 """The operations that a decoder is built of: products and the small operators between them.
 
-LayerOps is the interface. torch_ops.py does all of it in PyTorch, kernels/cpu_ops.py and
-kernels/gpu_ops.py fast.
+LayerOps is the interface, and does all of it in PyTorch. kernels/cpu_ops.py and kernels/gpu_ops.py
+do it fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
-from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
-from nanoengine.models.draw import Draws
-from nanoengine.models.experts import ExpertWeights, Map, Router, RouterWeights
-from nanoengine.models.rules import RecurrentNet
-from nanoengine.models.stored_codes import Weight
+from nanoengine.models.activations import GATED, relu2
+from nanoengine.models.draw import Draws, draw, likeliest
+from nanoengine.models.experts import (
+    Experts,
+    ExpertWeights,
+    Map,
+    MixtureWeights,
+    Router,
+    Routing,
+    route,
+    sigmoid,
+)
+from nanoengine.models.rules import RecurrentNet, recurrence
+from nanoengine.models.stored_codes import Weight, joined, numbers_of
 
 # [tokens, in_features] -> [tokens, out_features], the norm, bias and activation included.
 Product = Callable[[Tensor], Tensor]
 Embed = Callable[[Tensor], Tensor]  # int64 [tokens] -> [tokens, hidden]
 # (x, attended) -> the next layer's qkv, or x after the last layer. Adds to x in place.
 AfterAttention = Callable[[Tensor, Tensor], Tensor]
-
-
 RUN = 64  # token ids side by side: of the first run 0 to 63
 
 
@@ -66,37 +76,28 @@ class Tiles:
 
 
 class LayerOps(Protocol):
-    """Makes the products of a model and runs the small operators between them."""
+    """Makes the products of a model and runs the small operators between them: as an interface, and
+    in plain PyTorch, which runs anywhere.
+    """
 
-    @property
-    def is_batch_invariant(self) -> bool:
-        """Whether the bits of a row depend on that row alone."""
-        ...
-
-    @property
-    def takes_codes(self) -> bool:
-        """Whether weights may be codes."""
-        ...
-
-    @property
-    def packs(self) -> bool:
-        """Whether products hold copies of weights, in a form of their own."""
-        ...
+    is_batch_invariant: bool = False  # whether the bits of a row depend on that row alone
+    takes_codes: bool = False  # whether weights may be codes
+    packs: bool = False  # whether products hold copies of weights, in a form of their own
 
     @property
     def saved_bytes(self) -> int:
         """How many bytes less the weights so far take than their numbers in the dtype."""
-        ...
+        return 0
 
     def linear(
         self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:
         """norm(x) @ weight.T + bias; weight is [out_features, in_features]."""
-        ...
+        return normed(self, norm, Linear(numbers_of(weight), bias))
 
     def whole(self, weight: Weight) -> Product:
         """x @ weight.T with as many outputs as the residual stream: all of them on every rank."""
-        ...
+        return self.linear(weight)
 
     def summand(
         self, weight: Weight, bias: Tensor | None = None, tiles: Tiles | None = None
@@ -104,76 +105,71 @@ class LayerOps(Protocol):
         """x @ weight.T + bias, whose result is added to the residual stream. tiles: the order of
         the weight's inputs, where it is not that of x.
         """
-        ...
+        product = self.linear(weight, bias)
+        return product if tiles is None else TiledProduct(self, tiles, product)
 
     def per_head(self, weights: Tensor) -> Product:
         """Each head's own product: weights [heads, outputs, inputs], x [tokens, heads, inputs],
         which may have strides -> [tokens, heads, outputs].
         """
-        ...
+        turned = weights.transpose(1, 2).contiguous()
+        return lambda x: torch.bmm(x.transpose(0, 1), turned).transpose(0, 1).contiguous()
 
     def gate_up(
-        self,
-        gate: Weight,
-        up: Weight,
-        biases: tuple[Tensor, Tensor] | None,
-        norm: Norm | None,
-        activation: str,
+        self, gate: Weight, up: Weight, bias: Tensor | None, norm: Norm | None, activation: str
     ) -> Product:
-        """activation(gate(norm(x))) * up(norm(x)) (arXiv 2002.05202); see torch_ops.GATED."""
-        ...
+        """activation(gate(norm(x))) * up(norm(x)) (arXiv 2002.05202); see activations.GATED. bias:
+        of gate, then of up.
+        """
+        both = self.linear(joined([gate, up]), bias)
+        gated = self.gated(activation)
+        return normed(self, norm, lambda x: gated(both(x)))
 
     def head(self, weight: Weight, norm: Norm | None) -> Product:
         """The product that gives the logits; its weight is never quantised."""
-        ...
+        return self.tied(weight, norm)[1]
 
     def embedding(self, weight: Weight) -> Embed:
         """Token ids to rows of weight."""
-        ...
+        return functools.partial(torch.embedding, numbers_of(weight))
 
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """The embedding and the head that share one weight, which is held once if possible."""
-        ...
+        # What oneDNN reorders is held twice.
+        return self.embedding(weight), normed(self, norm, Linear(numbers_of(weight)))
 
-    def router(self, weights: RouterWeights) -> Product:
+    def router(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """x @ weight.T + bias in fp32; the weight is never quantised."""
-        ...
+        product = Linear(weight.float(), None if bias is None else bias.float())
+        return lambda x: product(x.float())
 
-    def route(
-        self,
-        config: ExpertsConfig,
-        logits: Tensor,
-        choice_bias: Tensor | None,
-        scale: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def route(self, routing: Routing, logits: Tensor) -> tuple[Tensor, Tensor]:
         """As experts.route, of what `router` gives."""
-        ...
+        return route(routing, logits)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """target = source, in place; both may have strides."""
-        ...
+        target.copy_(source)
 
     def scale(self, x: Tensor, factor: float) -> None:
         """x *= factor, in place."""
-        ...
+        x.mul_(factor)
 
     def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
         """x += summand, in place, and x; both are contiguous and of one dtype.
 
         gate: contiguous fp32 [tokens, 1]: summand is multiplied by its sigmoid and rounded first.
         """
-        ...
+        if gate is not None:
+            summand = (summand.float() * sigmoid(gate)).to(x.dtype)
+        return x.add_(summand)
 
     def experts(
-        self,
-        config: ExpertsConfig,
-        experts: Iterable[ExpertWeights],
-        router: Router,
-        activation: str,
-        gather: Map | None = None,
+        self, weights: MixtureWeights, router: Router, activation: str, gather: Map | None = None
     ) -> Product:
         """The experts of a layer, which are read one at a time. gather: as of Experts."""
-        ...
+        each = [parts_of_expert(self, expert, activation) for expert in weights.experts]
+        return Experts(router, each, gather)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None
@@ -186,7 +182,13 @@ class LayerOps(Protocol):
 
         Both sums are in place; a product is rounded before it is added.
         """
-        ...
+
+        def run(x: Tensor, attended: Tensor) -> Tensor:
+            self.accumulate(x, out(attended))
+            self.accumulate(x, mlp(x))
+            return x if next_qkv is None else next_qkv(x)
+
+        return run
 
     def beside_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None
@@ -195,29 +197,38 @@ class LayerOps(Protocol):
 
         x = x + out(attended) + mlp(x)
         """
-        ...
+
+        def run(x: Tensor, attended: Tensor) -> Tensor:
+            of_mlp = mlp(x)
+            self.accumulate(x, out(attended))
+            self.accumulate(x, of_mlp)
+            return x if next_qkv is None else next_qkv(x)
+
+        return run
 
     def layer_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """LayerNorm without a bias (arXiv 1607.06450) of x, [tokens, dim]: (x - mean) / sd * weight
         in fp32, rounded once.
         """
-        ...
+        return functional.layer_norm(x, x.shape[-1:], norm.weight, None, norm.eps)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Normalise the last dimension of x, [tokens, dim] or [tokens, heads, dim]."""
-        ...
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        return (norm.weight * (wide * scale).to(norm.weight.dtype)).to(x.dtype)
 
     def rms_norm_of_all(self, x: Tensor, norm: Norm) -> Tensor:
         """Normalise all heads of a token at once; x is [tokens, heads, dim]. A rank has some of
         the heads that the norm is of.
         """
-        ...
+        return self.rms_norm(x.view(len(x), -1), norm).view(x.shape)
 
     def exchange(self, x: Tensor) -> Tensor:
         """What ranks made for some layers each, [tokens, layers, dim] -> each rank's columns for
         all layers. One process has all of both.
         """
-        ...
+        return x
 
     def rotate_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
@@ -226,50 +237,51 @@ class LayerOps(Protocol):
 
         q, k and v are [tokens, heads, head_dim]; q and k may be overwritten.
         """
-        ...
+        target.store(_rotate(k, cos, sin), v)
+        return _rotate(q, cos, sin)
 
     def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """As rotate_and_store, of q alone, which may be overwritten."""
-        ...
+        return _rotate(q, cos, sin)
 
     def gated(self, activation: str) -> Product:
-        """[tokens, 2 x dim] -> activation(first half) * second half; see torch_ops.GATED."""
-        ...
+        """[tokens, 2 x dim] -> activation(first half) * second half; see activations.GATED."""
+        return GATED[activation]
 
     def activated(self, x: Tensor, activation: Map) -> Tensor:
         """activation(x), in place, and x: of feed-forwards and experts without a gate."""
-        ...
+        return activation(x)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """x * sigmoid(gate), the sigmoid rounded first; x is [tokens, heads x head_dim], gate
         [tokens, heads, head_dim].
         """
-        ...
+        return x * gate.reshape(x.shape).sigmoid()
 
     def recurrence(
         self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext
     ) -> Tensor:
         """As rules.recurrence."""
-        ...
+        return recurrence(x, net, state, ctx)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """[rows, vocab] -> int64 [rows]: the first place of the largest value, NaN above all."""
-        ...
+        return logits.argmax(dim=-1)
 
     def likeliest(self, logprobs: Tensor, count: int) -> Tensor:
         """As draw.likeliest."""
-        ...
+        return likeliest(logprobs, count)
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """As draw.draw; a row's token does not depend on the other rows."""
-        ...
+        return draw(logits, draws)
 
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
         """forward(), which reads the tensors of `key`, or the replay of an earlier step on them.
 
         The next step overwrites the result.
         """
-        ...
+        return forward()
 
     def to_static_buffer(self, x: Tensor) -> Tensor:
         """x, or a copy of it where `after_attention` can be replayed as a graph.
@@ -277,23 +289,43 @@ class LayerOps(Protocol):
         For the residual stream of a step that is not replayed as a whole. The next step overwrites
         the copy.
         """
-        ...
+        return x
 
     def forget_steps(self) -> None:
         """Release what was recorded to be replayed on a GPU."""
-        ...
+        return
 
 
-def num_runs(head: Product) -> int:
-    """The runs of token ids that logits may be asked for alone; 0: only those of all tokens."""
-    return head.num_runs if isinstance(head, PartedHead) else 0
+class TorchOps(LayerOps):
+    """Plain PyTorch alone."""
 
 
-def head_logits(head: Product, x: Tensor, runs: Tensor | None) -> Tensor:
-    """The logits of all tokens, or, of a PartedHead, of `runs`."""
-    if runs is None or not isinstance(head, PartedHead):
-        return head(x)
-    return head.of_runs(x, runs)
+class Linear:
+    """A product by PyTorch. On a CPU bfloat16 weights are reordered once into oneDNN's layout, if
+    oneDNN has bfloat16 there; it wants AVX-512 or AVX-NE-CONVERT.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._bias = bias
+        on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        self._packed = on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if self._packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, in_features] -> [tokens, out_features]."""
+        if self._packed:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(
+                x, self._weight, self._bias, "none", [], ""
+            )
+            return out
+        return functional.linear(x, self._weight, self._bias)
+
+
+def normed(ops: LayerOps, norm: Norm | None, product: Product) -> Product:
+    """product(norm(x)), or product(x)."""
+    return product if norm is None else NormedProduct(ops, norm, product)
 
 
 class NormedProduct:
@@ -338,3 +370,33 @@ class MLP:
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         return self.down(self.gate_up(x))
+
+
+def parts_of_expert(
+    ops: LayerOps, weights: ExpertWeights, activation: str
+) -> tuple[Product, Product]:
+    """Gate and up, or up with relu2; and down."""
+    if weights.gate is None:
+        product = ops.linear(weights.up)
+        return lambda x: ops.activated(product(x), relu2), ops.summand(weights.down)
+    bias, of_down = weights.biases or (None, None)
+    gate_up = ops.gate_up(weights.gate, weights.up, bias, None, activation)
+    return gate_up, ops.summand(weights.down, of_down)
+
+
+def num_runs(head: Product) -> int:
+    """The runs of token ids that logits may be asked for alone; 0: only those of all tokens."""
+    return head.num_runs if isinstance(head, PartedHead) else 0
+
+
+def head_logits(head: Product, x: Tensor, runs: Tensor | None) -> Tensor:
+    """The logits of all tokens, or, of a PartedHead, of `runs`."""
+    if runs is None or not isinstance(head, PartedHead):
+        return head(x)
+    return head.of_runs(x, runs)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)

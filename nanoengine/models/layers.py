@@ -158,6 +158,9 @@ class RecurrentLayer:
         return self._ops.recurrence(projected, self._net, ctx.kv.state(self._layer), ctx)
 
 
+AnyAttention = Attention | SharedKVAttention | LatentAttention | RecurrentLayer
+
+
 class KimiLayer(RecurrentLayer):
     """The same, whose decays and gate are products of two short vectors."""
 

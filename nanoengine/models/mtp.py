@@ -23,7 +23,7 @@ from nanoengine.models.layer_ops import (
     head_logits,
     num_runs,
 )
-from nanoengine.models.layers import Attention, LatentAttention, RecurrentLayer, SharedKVAttention
+from nanoengine.models.layers import AnyAttention
 from nanoengine.models.rope import Rotary
 
 
@@ -38,7 +38,7 @@ class MtpParts:
     norms: tuple[Norm, Norm]
     join: Product
     qkv: Product
-    attention: Attention | SharedKVAttention | LatentAttention | RecurrentLayer
+    attention: AnyAttention
     after_attention: AfterAttention
     norm: Norm
 

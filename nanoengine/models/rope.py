@@ -1,6 +1,6 @@
 """Rotary position embedding (arXiv 2104.09864): the angle of each pair at each position.
 
-Knows RopeConfig; torch_ops.py rotates the pairs. The scalings are those of transformers
+Knows RopeConfig; layer_ops.py rotates the pairs. The scalings are those of transformers
 (modeling_rope_utils.py), with one difference: transformers chooses some numbers anew from the
 tokens of each call. Here they are chosen once, from the most tokens that a request may have: stored
 KV stays valid, and no result depends on how prompts are split into chunks.

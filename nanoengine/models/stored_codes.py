@@ -55,10 +55,10 @@ class CodedRows:
     rows: Tensor
 
     @property
-    def num_inputs(self) -> int:
-        """Weights of a row."""
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
         weights, num_bytes = FORMATS[self.format]
-        return self.rows.shape[1] // num_bytes * weights
+        return len(self.rows), self.rows.shape[1] // num_bytes * weights
 
     @property
     def held_bytes(self) -> int:
@@ -85,9 +85,7 @@ class CodedWeight:
     @property
     def shape(self) -> tuple[int, int]:
         """Outputs and inputs."""
-        first = self.parts[0]
-        inputs = first.num_inputs if isinstance(first, CodedRows) else first.shape[1]
-        return sum(len(_rows(part)) for part in self.parts), inputs
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -115,7 +113,7 @@ class CodedWeight:
         taken: list[CodedRows | Tensor] = []
         for part in self.parts:
             rows = _rows(part)
-            first = sum(len(_rows(before)) for before in taken)
+            first = sum(before.shape[0] for before in taken)
             here = order[first : first + len(rows)] - first
             taken.append(_like(part, rows[here.to(rows.device)]))
         return replace(self, parts=tuple(taken))
@@ -149,7 +147,7 @@ def joined(weights: list[Weight]) -> Weight:
     for weight in weights:
         for part in weight.parts if isinstance(weight, CodedWeight) else (weight,):
             last = parts[-1] if parts else None
-            if _format(last) == _format(part) and last is not None:
+            if format_of(last) == format_of(part) and last is not None:
                 parts[-1] = _like(part, torch.cat((_rows(last), _rows(part))))
             else:
                 parts.append(part)
@@ -245,5 +243,6 @@ def _like(part: CodedRows | Tensor, rows: Tensor) -> CodedRows | Tensor:
     return replace(part, rows=rows) if isinstance(part, CodedRows) else rows
 
 
-def _format(part: CodedRows | Tensor | None) -> str:
+def format_of(part: CodedRows | Tensor | None) -> str:
+    """A key of FORMATS; "" for numbers."""
     return part.format if isinstance(part, CodedRows) else ""

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 
 from nanoengine.config.model import ExpertsConfig, LatentConfig, ModelConfig, RecurrentConfig
+from nanoengine.models.activations import XIELU_SHAPES
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ROUTER, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
-from nanoengine.models.ungated import XIELU_SHAPES
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]  # by name
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -31,7 +33,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _input_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _input_shapes(config: ModelConfig) -> Shapes:
     """Of what makes the vectors that each layer gets beside the residual stream."""
     size, hidden = config.layer_input_size, config.hidden_size
     if not size:
@@ -47,7 +49,7 @@ def _input_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}post_per_layer_input_norm.weight", (hidden,)
 
 
-def _mtp_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mtp_shapes(config: ModelConfig) -> Shapes:
     """Of the head for multi-token prediction, by DeepSeek's names."""
     layer, hidden = config.num_layers, config.hidden_size
     yield from _attention_shapes(config, layer)
@@ -57,7 +59,7 @@ def _mtp_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield f"model.layers.{layer}.{MTP_JOIN}.weight", (hidden, 2 * hidden)
 
 
-def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _other_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Of the norms and the feed-forward, or experts, of a layer."""
     architecture, prefix = ARCHITECTURES[config.architecture], f"model.layers.{layer}."
     norms, is_bare = architecture.norms, layer in config.bare_layers
@@ -96,7 +98,7 @@ def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         yield from _mlp_shapes(config, name, experts.inner_size, experts.has_bias)
 
 
-def _attention_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _attention_shapes(config: ModelConfig, layer: int) -> Shapes:
     architecture, part = ARCHITECTURES[config.architecture], f"model.layers.{layer}.self_attn."
     if config.latent is not None:
         yield from _latent_shapes(config, config.latent, part)
@@ -120,9 +122,7 @@ def _attention_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tu
     yield from _product_shapes(part, {"o": config.hidden_size}, heads, has_out_bias(config))
 
 
-def _latent_shapes(
-    config: ModelConfig, latent: LatentConfig, part: str
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _latent_shapes(config: ModelConfig, latent: LatentConfig, part: str) -> Shapes:
     queries, hidden = config.num_heads * latent.query_dim, config.hidden_size
     values = config.num_heads * latent.value_dim
     if latent.q_rank:
@@ -137,7 +137,7 @@ def _latent_shapes(
     yield f"{part}o_proj.weight", (hidden, values)
 
 
-def _recurrent_shapes(config: ModelConfig, part: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _recurrent_shapes(config: ModelConfig, part: str) -> Shapes:
     recurrent, hidden = config.recurrent, config.hidden_size
     assert recurrent is not None
     yield f"{part}out_proj.weight", (hidden, recurrent.value_size)
@@ -152,9 +152,7 @@ def _recurrent_shapes(config: ModelConfig, part: str) -> Iterator[tuple[str, tup
         yield f"{part}out_proj.bias", (hidden,)
 
 
-def _rule_shapes(
-    config: ModelConfig, recurrent: RecurrentConfig, part: str
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _rule_shapes(config: ModelConfig, recurrent: RecurrentConfig, part: str) -> Shapes:
     """Of a rule with heads: what is before its projection of results."""
     heads, keys, values = recurrent.num_value_heads, recurrent.key_size, recurrent.value_size
     convs = {"": recurrent.channels}
@@ -185,9 +183,7 @@ def _rule_shapes(
         yield f"{part}norm.weight", (values if is_whole else recurrent.value_dim,)
 
 
-def _mlp_shapes(
-    config: ModelConfig, prefix: str, inner: int, has_bias: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mlp_shapes(config: ModelConfig, prefix: str, inner: int, has_bias: bool) -> Shapes:
     gate_up = {"gate": inner, "up": inner}
     if not ARCHITECTURES[config.architecture].is_gated:
         gate_up = {"up": inner}
@@ -197,9 +193,7 @@ def _mlp_shapes(
     yield from _product_shapes(prefix, {"down": config.hidden_size}, inner, has_bias)
 
 
-def _product_shapes(
-    prefix: str, rows: Mapping[str, int], columns: int, has_bias: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _product_shapes(prefix: str, rows: Mapping[str, int], columns: int, has_bias: bool) -> Shapes:
     for name, num_rows in rows.items():
         yield f"{prefix}{name}_proj.weight", (num_rows, columns)
         if has_bias:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from nanoengine.config.model import AnyRecurrent, ModelConfig, ShortConvConfig
+from nanoengine.models.activations import XIELU_BYTES, XIELU_PIECE
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.draw import MOST_ROWS
-from nanoengine.models.ungated import BYTES, PIECE
 
 # Bytes of a logit of a row that samples: in fp32 itself, without what a form forbids, and with
 # penalties or as a log-probability; PyTorch ranks them, too.
@@ -42,7 +42,7 @@ def activation_bytes(
     inner = 4 if architecture.is_gated else 3  # what is as wide as an intermediate size
     feed_forward = inner_size * inner * element_size
     if architecture.activation == "xielu":
-        pieces = min(num_tokens * inner_size, PIECE) * BYTES
+        pieces = min(num_tokens * inner_size, XIELU_PIECE) * XIELU_BYTES
     if (experts := config.experts) is not None:
         feed_forward = max(feed_forward, experts.shared_size * inner * element_size)
         each = config.hidden_size * 2 + experts.inner_size * inner

@@ -34,9 +34,8 @@ from nanoengine.kv.step_planner import StepPadding
 from nanoengine.loading.find_model import find_model, is_dequantised, is_gguf
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, holds_codes, load_model
-from nanoengine.models.layer_ops import LayerOps
+from nanoengine.models.layer_ops import LayerOps, TorchOps
 from nanoengine.models.shard import Sharding
-from nanoengine.models.torch_ops import TorchOps
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, streams
 from nanoengine.startup.weight_bytes import no_codes

@@ -11,14 +11,14 @@ Gathers move data and compute nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from nanoengine.config.model import ExpertsConfig, ModelConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.context import ReplayKey
-from nanoengine.models.experts import ExpertWeights, Map, Router
+from nanoengine.models.experts import Map, MixtureWeights, Router, Routing
 from nanoengine.models.layer_ops import Embed, LayerOps, Norm, Product, Tiles
 from nanoengine.models.shard import Shard
 from nanoengine.models.stored_codes import CodedWeight, Weight
@@ -87,29 +87,18 @@ class ShardedOps:
             self._copied_bytes += rows.nbytes
         return self.embedding(weight), self.head(rows, norm)
 
-    def route(
-        self,
-        config: ExpertsConfig,
-        logits: Tensor,
-        choice_bias: Tensor | None,
-        scale: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def route(self, routing: Routing, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Rank 0's choice, where a product may have other bits on another rank: a near tie that
         falls another way there would put together columns of two experts.
         """
-        ids, weights = self._ops.route(config, logits, choice_bias, scale)
+        ids, weights = self._ops.route(routing, logits)
         if self._ops.is_batch_invariant:
             return ids, weights
         both = self._group.broadcast(torch.cat((ids.float(), weights), dim=1))  # ids are small
-        return both[:, : config.top_k].long(), both[:, config.top_k :]
+        return both[:, : ids.shape[1]].long(), both[:, ids.shape[1] :]
 
     def experts(
-        self,
-        config: ExpertsConfig,
-        experts: Iterable[ExpertWeights],
-        router: Router,
-        activation: str,
-        gather: Map | None = None,
+        self, weights: MixtureWeights, router: Router, activation: str, gather: Map | None = None
     ) -> Product:
         """Every rank has its rows of each expert. Sums are made of a rank's columns, and gathered.
         gather: this rank's own takes its place.
@@ -118,7 +107,7 @@ class ShardedOps:
         gather_parts, hidden = self._group.gather, self._shard.widths(self._model.hidden_size)
         inner = self._shard.widths(self._model.experts.inner_size)
         product = self._ops.experts(
-            *(config, experts, router, activation), lambda gated: gather_parts(gated, inner)
+            weights, router, activation, lambda gated: gather_parts(gated, inner)
         )
         return lambda x: gather_parts(product(x), hidden)
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget
-from nanoengine.models.layer_ops import Norm
-from nanoengine.models.torch_ops import TorchOps, clamped_swiglu, gelu_mul, silu_mul
+from nanoengine.models.activations import clamped_swiglu, gelu_mul, silu_mul
+from nanoengine.models.layer_ops import Norm, TorchOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -31,7 +31,7 @@ from benchmarks.draft_acceptance import (
 from benchmarks.induction import write_checkpoint
 from nanoengine.bench.niah import induction_samples
 from nanoengine.loading.loader import load_model
-from nanoengine.models.torch_ops import TorchOps
+from nanoengine.models.layer_ops import TorchOps
 from nanoengine.text.tokenizer import Tokenizer
 
 Tiny = Callable[[str], Path]

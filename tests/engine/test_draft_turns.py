@@ -28,7 +28,7 @@ from nanoengine.engine.drafter import Drafts
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.speculative import Guesses, guesses_for
 from nanoengine.kv.open_step import OpenStep
-from nanoengine.models.torch_ops import TorchOps
+from nanoengine.models.layer_ops import TorchOps
 from nanoengine.outputs import RequestMetrics, RequestOutput
 from nanoengine.sequence import (
     Grammar,

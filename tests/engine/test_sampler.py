@@ -13,7 +13,7 @@ from nanoengine.engine.logprobs import score_tokens
 from nanoengine.engine.sampler import Sampler, SamplingOps, draw_key
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.models.draw import exponentials
-from nanoengine.models.torch_ops import TorchOps
+from nanoengine.models.layer_ops import TorchOps
 from nanoengine.outputs import RequestMetrics
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import NO_TOKEN, Request, Sequence, TokenHistory

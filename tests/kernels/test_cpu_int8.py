@@ -13,7 +13,7 @@ from torch import Tensor
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, is_supported
-from nanoengine.kernels.packed_experts import PackedApart, PackedExpert
+from nanoengine.kernels.packed_experts import PackedApart, PackedExpert, PackedExperts
 from nanoengine.kernels.packed_product import PackedHead
 from nanoengine.kernels.packed_weight import ADD, INTEGER_FORMATS
 from nanoengine.models.stored_codes import FORMATS, CodedRows, CodedWeight
@@ -203,7 +203,8 @@ def test_experts_are_as_one_by_one(
     ]
     x, logits = normal(300, hidden), normal(300, count, seed=1)
     weights, ids = torch.topk(logits.softmax(1), top_k)
-    packed = packer.experts(
+    packed = PackedExperts(
+        packer.workspace,
         lambda rows: (ids[: len(rows)], weights[: len(rows)], rows),
         [packed_expert(packer, *expert, kernels=kernels) for expert in experts],
         None,
@@ -226,8 +227,11 @@ def test_small_experts_of_many_rows_are_as_one_by_one(build_folder: Path) -> Non
     gate, up = (random_rows("Q4_0", inner, hidden, seed) for seed in range(2))
     x, down = normal(rows, hidden), normal(hidden, inner, seed=1)
     ids, weights = torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1)
-    packed = packer.experts(
-        lambda rows: (ids, weights, rows), [packed_expert(packer, gate, up, down)], None
+    packed = PackedExperts(
+        packer.workspace,
+        lambda rows: (ids, weights, rows),
+        [packed_expert(packer, gate, up, down)],
+        None,
     )
     gated = packer.pack_gate_up(CodedWeight((gate,), F32), CodedWeight((up,), F32))
     assert gated is not None

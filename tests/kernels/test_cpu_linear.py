@@ -20,13 +20,20 @@ from nanoengine.errors import EngineError
 from nanoengine.kernels import c_build, cpu_linear
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.kernels.cpu_linear import CpuLinear, PackedExperts
+from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.cpu_ops import PackedOps
+from nanoengine.kernels.packed_experts import PackedExperts
 from nanoengine.kernels.packed_weight import ADD, STORE, WeightArena
 from nanoengine.models.expert_layer import make_router
-from nanoengine.models.experts import Experts, ExpertWeights, MixtureWeights, RouterWeights, route
+from nanoengine.models.experts import (
+    Experts,
+    ExpertWeights,
+    MixtureWeights,
+    Routing,
+    route,
+)
+from nanoengine.models.layer_ops import TorchOps
 from nanoengine.models.stored_codes import CodedWeight, joined
-from nanoengine.models.torch_ops import TorchOps
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 
@@ -211,12 +218,12 @@ def test_gate_up_is_two_products_and_their_gating(
     gate, up, x = normal(outputs, k), normal(outputs, k, seed=1), normal(tokens, k, seed=2)
     if activation == "clamped_swiglu":
         x *= 2  # some far beyond 7
-    biases = (normal(outputs, seed=3), normal(outputs, seed=4)) if with_bias else None
-    gate_bias, up_bias = biases or (None, None)
+    bias = normal(2 * outputs, seed=3) if with_bias else None
+    gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
     products = packer.pack(gate, gate_bias)(x), packer.pack(up, up_bias)(x)
     want = torch.empty(tokens, outputs, dtype=torch.bfloat16)
     kernels.gate_mul(torch.cat(products, dim=1), activation, want)
-    assert same_bits(packer.pack_gate_up(gate, up, biases, None, activation)(x), want)
+    assert same_bits(packer.pack_gate_up(gate, up, bias, None, activation)(x), want)
 
 
 def test_silu_of_extreme_gates(packer, kernels):
@@ -408,7 +415,7 @@ def test_experts_with_biases_in_one_call_are_as_one_by_one(packer, kernels, acti
     """And with other activations; of odd sizes."""
     weights = some_experts(packer, 61, 40, 9)
     for seed, expert in enumerate(weights):
-        biases = tuple(normal(size, seed=seed) for size in (40, 40, 61))
+        biases = tuple(normal(size, seed=seed) for size in (80, 61))
         weights[seed] = replace(expert, biases=biases)
     compare_experts(packer, kernels, 61, 40, 9, 2, weights, activation=activation)
 
@@ -432,7 +439,7 @@ def test_experts_of_mxfp4_with_biases_in_one_call(build_folder, kernels):
     packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, with_codes=True)
     weights = coded_experts(("MXFP4",) * 3, 5, 64, 96, torch.float32)
     for seed, expert in enumerate(weights):
-        biases = tuple(normal(size, seed=seed).float() for size in (64, 64, 96))
+        biases = tuple(normal(size, seed=seed).float() for size in (128, 96))
         weights[seed] = replace(expert, biases=biases)
     compare_experts(packer, kernels, 96, 64, 5, 2, weights, activation="clamped_swiglu")
 
@@ -461,15 +468,16 @@ def test_rows_go_where_pytorch_sends_them(packer: CpuLinear, config: ExpertsConf
     choice_bias = torch.randn(config.count, generator=generator)
     scales = torch.rand(config.count, generator=generator)
     for bias, scale in ((None, scales), (choice_bias, None)):
-        ids, weights = packer.route(config, logits, bias, scale)
-        wanted, their_weights = route(config, logits, bias, scale)
+        routing = Routing(config, bias, scale)
+        ids, weights = packer.route(routing, logits)
+        wanted, their_weights = route(routing, logits)
         assert torch.equal(ids, wanted)
         torch.testing.assert_close(weights, their_weights)
         for row in (3, 89):
-            its, alone = packer.route(config, logits[row : row + 1], bias, scale)
+            its, alone = packer.route(routing, logits[row : row + 1])
             assert torch.equal(its[0], ids[row]) and same_bits(alone[0], weights[row])
     logits[5] = torch.nan
-    ids, weights = packer.route(config, logits, None, None)
+    ids, weights = packer.route(Routing(config), logits)
     assert ids.min() >= 0 and ids.max() < config.count and weights[5].isnan().all()
 
 
@@ -501,7 +509,7 @@ def test_gate_and_up_of_two_formats_in_one_call(build_folder, kernels, activatio
     packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, with_codes=True)
     weights = coded_experts(("Q4_0", "Q8_0", "Q4_0"), 5, 32, 96, torch.float32)
     for seed, expert in enumerate(weights):
-        biases = tuple(normal(size, seed=seed).float() for size in (32, 32, 96))
+        biases = tuple(normal(size, seed=seed).float() for size in (64, 96))
         weights[seed] = replace(expert, biases=biases)
     compare_experts(packer, kernels, 96, 32, 5, 2, weights, activation=activation)
 
@@ -552,10 +560,10 @@ def compare_experts(
     router[1] -= 100  # to which no row goes
     config = ExpertsConfig(count, top_k, inner, renormalises=True)
     ops = PackedOps(kernels, packer)
-    chosen = make_router(ops, config, MixtureWeights(RouterWeights(router), ()), None)
+    mixture = MixtureWeights(router, Routing(config), weights)
+    chosen = make_router(ops, mixture, None)
     one_by_one, packed = (
-        make(config, iter(weights), chosen, activation)
-        for make in (partial(TorchOps.experts, ops), ops.experts)
+        make(mixture, chosen, activation) for make in (partial(TorchOps.experts, ops), ops.experts)
     )
     assert isinstance(packed, kind)
     x = normal(700, hidden, seed=4).abs()

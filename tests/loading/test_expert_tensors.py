@@ -22,8 +22,7 @@ from nanoengine.loading.model_config import read_model_config
 from nanoengine.models import layer_builder
 from nanoengine.models.expert_layer import make_mixture
 from nanoengine.models.experts import MixtureWeights
-from nanoengine.models.layer_ops import LayerOps, Product
-from nanoengine.models.torch_ops import TorchOps
+from nanoengine.models.layer_ops import LayerOps, Product, TorchOps
 from nanoengine.models.weight_shapes import weight_shapes
 
 Tiny = Callable[[str], Path]
@@ -124,16 +123,17 @@ def test_a_layer_that_drafts_is_left_out(tiny: Tiny, tmp_path: Path) -> None:
 def test_a_bias_of_the_choice_stays_in_float32(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[MixtureWeights] = []
 
-    def make(ops: LayerOps, config: Any, weights: MixtureWeights, *more: Any) -> Product:
+    def make(ops: LayerOps, weights: MixtureWeights, *more: Any) -> Product:
         seen.append(weights)
-        return make_mixture(ops, config, weights, *more)
+        return make_mixture(ops, weights, *more)
 
     monkeypatch.setattr(layer_builder, "make_mixture", make)
     load_model(tiny("glm4-moe"), "auto", torch.device("cpu"), torch.bfloat16, 0, TorchOps())
     stored = read(tiny("glm4-moe"))
     for layer, weights in enumerate(seen, 1):
         bias = stored[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
-        assert weights.router.weight.dtype is torch.bfloat16 and weights.choice_bias is not None
-        assert torch.equal(weights.choice_bias, bias)
+        held = weights.routing.choice_bias
+        assert weights.router.dtype is torch.bfloat16 and held is not None
+        assert torch.equal(held, bias)
         assert not torch.equal(bias, bias.bfloat16().float())
     assert len(seen) == 2

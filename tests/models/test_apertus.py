@@ -21,9 +21,9 @@ from transformers.activations import XIELUActivation
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.models import ungated
+from nanoengine.models import activations
+from nanoengine.models.activations import Xielu
 from nanoengine.models.rope import inverse_frequencies
-from nanoengine.models.ungated import Xielu
 from nanoengine.startup import parts
 
 
@@ -38,7 +38,7 @@ def test_guesses_change_no_token(tiny: Callable[[str], Path], name: str, draft: 
 
 @pytest.mark.parametrize("piece", [7, 1 << 20])
 def test_xielu_is_transformers_own(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(ungated, "PIECE", piece)
+    monkeypatch.setattr(activations, "XIELU_PIECE", piece)
     theirs = XIELUActivation(1.3, 0.9, dtype=torch.float32)
     theirs.eps.fill_(-0.05)
     x = torch.cat((torch.randn(1000) * 3, torch.tensor([0.0, -0.0, -1e-7, 1e-7, -0.05, -80, 80])))

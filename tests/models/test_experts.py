@@ -19,16 +19,17 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from nanoengine.config.model import ExpertsConfig
+from nanoengine.models.activations import silu_mul
 from nanoengine.models.expert_layer import make_mixture, make_router
 from nanoengine.models.experts import (
     ExpertWeights,
     GroupedExperts,
     MixtureWeights,
-    RouterWeights,
+    Routing,
     add_up,
     route,
 )
-from nanoengine.models.torch_ops import TorchOps, silu_mul
+from nanoengine.models.layer_ops import TorchOps
 from nanoengine.startup import parts
 
 HIDDEN, INNER, COUNT, TOP_K = 24, 16, 6, 3
@@ -48,10 +49,10 @@ def some_weights() -> list[ExpertWeights]:
 
 def test_a_row_goes_to_its_likeliest_experts_and_of_equals_to_the_first() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0, 2.0], [0.0] * 6])
-    ids, weights = route(replace(CONFIG, renormalises=False), logits)
+    ids, weights = route(Routing(replace(CONFIG, renormalises=False)), logits)
     assert ids.tolist() == [[1, 2, 4], [0, 1, 2]]
     torch.testing.assert_close(weights, logits.softmax(-1).gather(1, ids))
-    _, normed = route(CONFIG, logits)
+    _, normed = route(Routing(CONFIG), logits)
     torch.testing.assert_close(normed, weights / weights.sum(-1, keepdim=True))
 
 
@@ -66,12 +67,13 @@ def test_all_experts_in_one_product_are_as_each_by_itself(has_bias: bool) -> Non
     x, router, experts = some(19, HIDDEN), some(COUNT, HIDDEN), some_weights()
     router[4] = -100 * x[:9].sum(0)  # to which few rows go
     if has_bias:
-        biases = zip(some(COUNT, INNER), some(INNER, COUNT).T, some(COUNT, HIDDEN), strict=True)
+        biases = zip(some(COUNT, 2 * INNER), some(COUNT, HIDDEN), strict=True)
         experts = [replace(each, biases=b) for each, b in zip(experts, biases, strict=True)]
     ops = TorchOps()
-    weights = MixtureWeights(RouterWeights(router, some(COUNT) if has_bias else None), experts)
-    one_by_one = make_mixture(ops, CONFIG, weights, None, "silu")
-    chosen = make_router(ops, CONFIG, weights, None)
+    router_bias = some(COUNT) if has_bias else None
+    weights = MixtureWeights(router, Routing(CONFIG), experts, router_bias)
+    one_by_one = make_mixture(ops, weights, None, "silu")
+    chosen = make_router(ops, weights, None)
     grouped = GroupedExperts(chosen, iter(experts), COUNT, silu_mul, None)
     for rows in (x, x[:1]):
         torch.testing.assert_close(grouped(rows), one_by_one(rows), atol=1e-4, rtol=1e-5)
@@ -80,8 +82,8 @@ def test_all_experts_in_one_product_are_as_each_by_itself(has_bias: bool) -> Non
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_experts_equal_a_sum_by_hand(num_rows: int) -> None:
     x, router, weights = some(num_rows, HIDDEN), some(COUNT, HIDDEN), some_weights()
-    mixture = MixtureWeights(RouterWeights(router), weights)
-    found = make_mixture(TorchOps(), CONFIG, mixture, None, "silu")(x)
+    mixture = MixtureWeights(router, Routing(CONFIG), weights)
+    found = make_mixture(TorchOps(), mixture, None, "silu")(x)
     for row, got in zip(x, found, strict=True):
         scores = (router @ row).softmax(0)
         top = scores.topk(TOP_K)
@@ -112,11 +114,11 @@ def test_scores_by_sigmoid_are_those_of_deepseek(
     ours = ExpertsConfig(24, 4, INNER, renormalises, (), "sigmoid", 2.5, num_groups, top_groups)
     x = some(50, HIDDEN)
     logits, weights, ids = theirs(x)
-    got_ids, got = route(ours, logits, theirs.e_score_correction_bias)
+    got_ids, got = route(Routing(ours, theirs.e_score_correction_bias), logits)
     assert torch.equal(got_ids.sort(-1).values, ids.sort(-1).values)
     places = ids.argsort(-1), got_ids.argsort(-1)
     torch.testing.assert_close(got.gather(1, places[1]), weights.gather(1, places[0]))
-    assert not torch.equal(got_ids, route(ours, logits)[0])
+    assert not torch.equal(got_ids, route(Routing(ours), logits)[0])
 
 
 @pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
@@ -137,7 +139,7 @@ def test_scores_in_groups_are_those_of_deepseek_v2(method: str) -> None:
     groups = {"num_groups": 6, "top_groups": 2, "group_best": 1} if "group" in method else {}
     logits, weights, ids = theirs(some(50, HIDDEN))
     config = ExpertsConfig(24, 4, INNER, False, scaling=1.5, **groups)
-    got_ids, got = route(config, logits)
+    got_ids, got = route(Routing(config), logits)
     assert torch.equal(got_ids.sort(-1).values, ids.sort(-1).values)
     places = ids.argsort(-1), got_ids.argsort(-1)
     torch.testing.assert_close(got.gather(1, places[1]), weights.gather(1, places[0]))
@@ -157,7 +159,8 @@ def test_a_shared_expert_is_that_of_qwen() -> None:
         parameter.data.copy_(some(*parameter.shape, 9)[..., seed])
     gate_up, down = block.experts.gate_up_proj.data, block.experts.down_proj.data
     weights = MixtureWeights(
-        RouterWeights(block.gate.weight.data),
+        block.gate.weight.data,
+        Routing(replace(CONFIG, renormalises=False)),
         [ExpertWeights(*both.chunk(2), each) for both, each in zip(gate_up, down, strict=True)],
         shared=ExpertWeights(
             *(getattr(block.shared_expert, f"{part}_proj").weight.data for part in PARTS)
@@ -165,8 +168,7 @@ def test_a_shared_expert_is_that_of_qwen() -> None:
         shared_gate=block.shared_expert_gate.weight.data,
     )
     x = some(9, HIDDEN)
-    config = replace(CONFIG, renormalises=False)
-    found = make_mixture(TorchOps(), config, weights, None, "silu")(x)
+    found = make_mixture(TorchOps(), weights, None, "silu")(x)
     torch.testing.assert_close(found, block(x[None])[0].detach(), atol=1e-4, rtol=1e-5)
 
 

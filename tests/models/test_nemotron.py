@@ -34,11 +34,16 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.settings import check_supported, model_config
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.models.activations import relu2
 from nanoengine.models.expert_layer import make_mixture, make_router
-from nanoengine.models.experts import ExpertWeights, GroupedExperts, MixtureWeights, RouterWeights
+from nanoengine.models.experts import (
+    ExpertWeights,
+    GroupedExperts,
+    MixtureWeights,
+    Routing,
+)
+from nanoengine.models.layer_ops import TorchOps
 from nanoengine.models.shard import WHOLE
-from nanoengine.models.torch_ops import TorchOps
-from nanoengine.models.ungated import relu2
 from nanoengine.models.weight_shapes import experts_of
 from nanoengine.startup import parts
 from nanoengine.startup.weight_bytes import WeightForm, weight_bytes
@@ -240,7 +245,7 @@ def test_experts_equal_a_sum_by_hand(num_rows: int) -> None:
     shared = ExpertWeights(None, some(20, 24), some(24, 20))
     config = ExpertsConfig(6, 3, 16, renormalises=True, shared_size=20)
     experts = [ExpertWeights(None, *each) for each in zip(ups, downs, strict=True)]
-    weights = MixtureWeights(RouterWeights(router), experts)
+    weights = MixtureWeights(router, Routing(config), experts)
     expected = []
     for row in x:
         top = (router @ row).softmax(0).topk(3)
@@ -250,11 +255,11 @@ def test_experts_equal_a_sum_by_hand(num_rows: int) -> None:
         ]
         expected.append(torch.stack(parts).sum(0))
     ops, want = TorchOps(), torch.stack(expected)
-    chosen = make_router(ops, config, weights, None)
+    chosen = make_router(ops, weights, None)
     grouped = GroupedExperts(chosen, iter(experts), 6, relu2, None)
-    for made in (make_mixture(ops, config, weights, None, "relu2"), grouped):
+    for made in (make_mixture(ops, weights, None, "relu2"), grouped):
         torch.testing.assert_close(made(x), want, atol=1e-3, rtol=1e-4)
-    both = MixtureWeights(RouterWeights(router), experts, shared=shared)
+    both = replace(weights, shared=shared)
     more = functional.relu(x @ shared.up.T).square() @ shared.down.T  # type: ignore[union-attr]
-    found = make_mixture(ops, config, both, None, "relu2")(x)
+    found = make_mixture(ops, both, None, "relu2")(x)
     torch.testing.assert_close(found, want + more, atol=1e-3, rtol=1e-4)

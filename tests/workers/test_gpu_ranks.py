@@ -38,7 +38,6 @@ from nanoengine.kernels.cuda_graph import CudaGraphs
 from nanoengine.kernels.gpu_ops import GpuOps
 from nanoengine.kernels.triton_codes import TritonCodes
 from nanoengine.models.decoder import Decoder
-from nanoengine.models.experts import RouterWeights
 from nanoengine.models.layer_ops import Product
 from nanoengine.outputs import RequestOutput
 from nanoengine.startup import probe
@@ -428,9 +427,9 @@ def test_mixtures_have_the_bits_of_one_gpu(
         mixtures.append(args)
         return coded(self, *args)
 
-    def turned(self: GpuOps, weights: RouterWeights) -> Product:
-        product = router(self, weights)
-        is_choice = len(weights.weight) > 1  # else the gate of a shared expert
+    def turned(self: GpuOps, weight: Tensor, bias: Tensor | None = None) -> Product:
+        product = router(self, weight, bias)
+        is_choice = len(weight) > 1  # else the gate of a shared expert
         return lambda x: product(x) * (-1 if is_choice and gpus[0]._here() is gpus[1] else 1)
 
     monkeypatch.setattr(TritonCodes, "experts", kept)

@@ -23,10 +23,10 @@ from nanoengine.loading.gguf.mamba import KEPT_IN_FP32, MAMBA_NAMES
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.names import GLOBAL_NAMES, WHOLE_NAMES, layer_names
 from nanoengine.loading.gguf.rope_scaling import ROPE_TENSORS
+from nanoengine.models.activations import XIELU_SHAPES
 from nanoengine.models.architecture import CHOICE_BIAS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.families import OUT_IS_TILED
-from nanoengine.models.ungated import XIELU_SHAPES
 
 Order = npt.NDArray[np.intp]
 Config = Mapping[str, Any]  # the content of config.json
