@@ -140,7 +140,7 @@ def _arrival_during_prefill(args: argparse.Namespace, llm: LLM) -> Row:
     while long.num_computed <= args.input_len // 4:
         engine.step()
     engine.add_request(_random_ids(rng, vocab, 64), _greedy(1))
-    short = engine.scheduler.waiting[-1]
+    short = next(reversed(engine.scheduler.waiting))
     start, num_steps = time.perf_counter(), 0
     while not short.num_output_tokens:
         engine.step()
@@ -153,7 +153,7 @@ def _arrival_during_prefill(args: argparse.Namespace, llm: LLM) -> Row:
 def _start(llm: LLM, prompt: list[int]) -> Sequence:
     """Start a request and step until its first token; it goes on to the end of its context."""
     llm.llm_engine.add_request(prompt, _greedy(1 << 20))
-    seq = llm.llm_engine.scheduler.waiting[-1]
+    seq = next(reversed(llm.llm_engine.scheduler.waiting))
     _step_until(llm, seq, 1)
     return seq
 

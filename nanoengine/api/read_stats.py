@@ -34,7 +34,7 @@ def engine_stats(engine: LLMEngine) -> EngineStats:
         num_looked_up_tokens=hits.num_looked_up,
         num_cached_tokens=hits.num_cached,
         step_sizes=dict(engine.outputs.step_sizes),
-        **asdict(engine.outputs.totals()),
+        **asdict(engine.outputs.totals(table.seq for table in kv.tables.values())),
     )
 
 

@@ -116,8 +116,10 @@ def offload(args: argparse.Namespace) -> dict[str, Any]:
     on_cpu = args.device in (None, "cpu")
     rows: dict[str, dict[str, Any]] = {}
     resident: list[list[int]] = []
+    blocks_each = -(-(args.input_len + args.output_len) // args.kvcache_block_size)
+    num_blocks = (blocks_each + 1) * args.num_seqs + 2
     for mode in ("resident", "in_place", "stream") if on_cpu else ("resident", "stream"):
-        with make_llm(args, **_offload_settings(args, mode)) as llm:
+        with make_llm(args, **offload_settings(args, mode, num_blocks)) as llm:
             outputs = _run_long(args, llm)
             rows[mode] = _offload_row(llm, outputs)
         ids = [output.outputs[0].token_ids for output in outputs]
@@ -162,11 +164,6 @@ def _run_long(args: argparse.Namespace, llm: LLM) -> list[RequestOutput]:
     llm.generate(prompts[0][:8], SamplingParams(max_tokens=2), use_tqdm=False)
     llm.llm_engine.kv.reset_counters()
     return answered(llm.generate(prompts, params))
-
-
-def _offload_settings(args: argparse.Namespace, mode: str) -> dict[str, Any]:
-    blocks_each = -(-(args.input_len + args.output_len) // args.kvcache_block_size)
-    return offload_settings(args, mode, (blocks_each + 1) * args.num_seqs + 2)
 
 
 def offload_settings(

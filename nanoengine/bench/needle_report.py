@@ -12,24 +12,22 @@ TEMPLATES = {"base": "plain text", "chat": "the model's chat"}
 
 def print_report(report: dict[str, Any], verbose: bool, quiet: bool) -> None:
     """The score, then a line per miss (or per sample), then the figures."""
-    print(
-        f"{_what(report['settings'])}: score {report['score']:.2f}, "
-        f"{report['num_correct']} of {report['num_samples']} correct"
-    )
+    print(f"{_what(report['settings'])}: {_score(report)}")
     if quiet:
         return
     if len(report["by_length"]) > 1:
         for row in report["by_length"]:
-            print(
-                f"  length {row['length']}: score {row['score']:.2f}, {row['num_correct']} of "
-                f"{row['num_samples']} correct"
-            )
+            print(f"  length {row['length']}: {_score(row)}")
     for record in report["samples"]:
         if verbose or not record["correct"]:
             print(_sample_line(record))
     _print_figures(report)
     if "baseline" in report:
         _print_comparison(report["baseline"])
+
+
+def _score(row: dict[str, Any]) -> str:
+    return f"score {row['score']:.2f}, {row['num_correct']} of {row['num_samples']} correct"
 
 
 def _what(settings: dict[str, Any]) -> str:

@@ -187,11 +187,11 @@ def _summary(records: Sequence[dict[str, Any]], elapsed: float) -> dict[str, Any
 
     num_out = sum(len(r["token_ids"]) for r in records)
     num_accepted = sum(r["metrics"].get("num_accepted", 0) for r in records)
+    lengths = sorted({r["length"] for r in records})
+    by_length = {n: [r for r in records if r["length"] == n] for n in lengths}
     return {
-        "score": round(100 * statistics.fmean(r["score"] for r in records), 2),
-        "num_correct": sum(r["correct"] for r in records),
-        "num_samples": len(records),
-        "by_length": _by_length(records),
+        **_score(records),
+        "by_length": [{"length": n} | _score(own) for n, own in by_length.items()],
         "elapsed_s": round(elapsed, 3),
         "median_ttft_s": median("first_token_s"),
         "median_prefill_s": median("first_token_s", since="first_scheduled_s"),
@@ -201,20 +201,13 @@ def _summary(records: Sequence[dict[str, Any]], elapsed: float) -> dict[str, Any
     }
 
 
-def _by_length(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Score and number of the samples of each length."""
-    rows = []
-    for length in sorted({r["length"] for r in records}):
-        own = [r for r in records if r["length"] == length]
-        rows.append(
-            {
-                "length": length,
-                "score": round(100 * statistics.fmean(r["score"] for r in own), 2),
-                "num_correct": sum(r["correct"] for r in own),
-                "num_samples": len(own),
-            }
-        )
-    return rows
+def _score(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean score of these samples, 0 to 100, and how many are correct."""
+    return {
+        "score": round(100 * statistics.fmean(r["score"] for r in records), 2),
+        "num_correct": sum(r["correct"] for r in records),
+        "num_samples": len(records),
+    }
 
 
 def _engine_figures(llm: LLM) -> dict[str, Any]:
@@ -256,15 +249,16 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 
 ENGINE_SETTINGS = (
-    *(
-        "dtype",
-        "quantization",
-        "num_gpu_blocks",
-        "kvcache_block_size",
-        "max_model_len",
-        "max_num_seqs",
-    ),
-    *("offload_mode", "kv_offload_gib", "kv_offload_dtype", "speculative"),
+    "dtype",
+    "quantization",
+    "num_gpu_blocks",
+    "kvcache_block_size",
+    "max_model_len",
+    "max_num_seqs",
+    "offload_mode",
+    "kv_offload_gib",
+    "kv_offload_dtype",
+    "speculative",
 )
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 # part of the use that the system can reclaim.
 _MEMORY = {
     1: (
-        *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
         "total_inactive_file",
     ),
     2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),

@@ -29,7 +29,11 @@ class CudaDevice(GpuDevice):
                 f"device={name!r} was asked for, but this PyTorch sees no CUDA GPU; "
                 'use device="cpu" or install a CUDA build of torch'
             )
-        index = torch.device(name).index
+        index, count = torch.device(name).index, torch.cuda.device_count()
+        if index is not None and index >= max(1, count):
+            raise ConfigError(
+                f"device={name!r} was asked for, but the last of {count} is cuda:{count - 1}"
+            )
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         torch.cuda.set_device(device)
         copying = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]

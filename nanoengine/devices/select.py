@@ -32,15 +32,8 @@ def make_device(
     name = resolved(name)
     if name == "cpu":
         return CpuDevice(num_threads, copy_workers, max_delay_s)
-    if name == "cuda":
-        return CudaDevice(name, max_delay_s)
-    if re.fullmatch("cuda:(0|[1-9][0-9]{0,8})", name):
-        num_gpus = torch.cuda.device_count()
-        if torch.cuda.is_available() and int(name[5:]) >= max(1, num_gpus):
-            raise ConfigError(
-                f"device={name!r} was asked for, but the last of {num_gpus} is cuda:{num_gpus - 1}"
-            )
-        return CudaDevice(name, max_delay_s)
-    if re.fullmatch(f"({'|'.join(ACCELERATORS)})(:(0|[1-9][0-9]{{0,8}}))?", name):
-        return AcceleratorDevice(name, max_delay_s)
+    kinds = "|".join(("cuda", *ACCELERATORS))
+    if re.fullmatch(f"({kinds})(:(0|[1-9][0-9]{{0,8}}))?", name):
+        kind = CudaDevice if name.startswith("cuda") else AcceleratorDevice
+        return kind(name, max_delay_s)
     raise ConfigError(f'device must be "auto", "cpu", "cuda", "xpu" or "npu", got {name!r}')

@@ -29,7 +29,7 @@ def _unpack_bf12(
     OTHER: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Each program takes every so-manieth token. READ: bytes of a token that is not whole."""
+    """Program i of n decodes tokens i, i + n, ... READ: bytes of a token that is not whole."""
     at = tl.arange(0, PAD)
     pair = tl.arange(0, PAD // 2)
     is_pair = pair < SIZE // 2

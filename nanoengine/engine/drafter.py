@@ -6,7 +6,7 @@ is overwritten by the step that checks it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,7 +20,7 @@ from nanoengine.engine.step_inputs import SequenceRows, forward_context
 from nanoengine.engine.token_masks import masked
 from nanoengine.kv.open_step import DraftStep
 from nanoengine.models.decoder import Model
-from nanoengine.sequence import ScheduledBatch
+from nanoengine.sequence import ScheduledBatch, Sequence
 
 NOT_DRAFTED = 0  # the guess where no draft was made; it is checked like all guesses
 
@@ -65,24 +65,17 @@ class Drafts:
         return self.fill(batch, device.read_back(self.tokens).tolist())
 
 
+@dataclass(eq=False)
 class Drafter:
     """Runs the draft steps of a batch. The host waits for drafts only if a grammar limits the
     tokens after them. Penalties and bad words do not count earlier drafts of the same step.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        attention: AttentionBackend,
-        sampler: Sampler,
-        vocabulary: DraftVocabulary,
-        device: Device,
-    ) -> None:
-        self._model = model
-        self._attention = attention
-        self._sampler = sampler
-        self._vocabulary = vocabulary
-        self._device = device
+    model: Model
+    attention: AttentionBackend
+    sampler: Sampler
+    vocabulary: DraftVocabulary
+    device: Device
 
     def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
         """Run the steps one after the other; each begins with what the one before it sampled."""
@@ -91,70 +84,47 @@ class Drafter:
     def _drafted(
         self, batch: ScheduledBatch, steps: Iterable[DraftStep]
     ) -> Iterator[tuple[DraftStep, Tensor]]:
-        known: dict[int, tuple[int, ...]] = {}
+        known: dict[Sequence, tuple[int, ...]] = {}  # the drafts that a grammar must know
         before: tuple[DraftStep, Tensor] | None = None
         runs: Tensor | None = None
         for step in steps:
+            seqs = step.sequences(batch)
+            ctx = draft_context(seqs, step, self.attention, self.device)
             if before is None:
-                runs = self._vocabulary.runs(batch.items[item].seq for item in step.items)
-            ctx = draft_context(batch, step, self._attention, self._device)
-            if before is not None:
-                newest = rows_of(step, *before, self._device)
+                runs = self.vocabulary.runs(seqs)
+            else:
+                newest = rows_of(step, *before, self.device)
                 ctx.token_ids[: len(newest)] = newest
-            tokens = self._next(batch, step, ctx, self._masks(batch, step, known), runs)
-            self._read(batch, step, tokens, known)
+            hidden = self.model.forward(ctx)[: len(seqs)]
+            logits = masked(self.model.logits(hidden, runs), _masks(seqs, known), self.device)
+            positions = [position + 1 for position in step.positions]
+            tokens = self.sampler.sample(logits, seqs, positions).clamp_(min=0)
+            if any(seq.grammar is not None for seq in seqs):
+                sampled = self.device.read_back(tokens).tolist()
+                for seq, token in zip(seqs, sampled, strict=True):
+                    known[seq] = (*known.get(seq, ()), token)
             before = step, tokens
             yield before
 
-    def _next(
-        self,
-        batch: ScheduledBatch,
-        step: DraftStep,
-        ctx: ForwardContext,
-        masks: dict[int, bytes],
-        runs: Tensor | None,
-    ) -> Tensor:
-        """Run a draft step; returns the token of each row, int64 [rows]. masks: of rows whose
-        tokens a grammar limits. runs: as in Model.logits.
-        """
-        seqs = [batch.items[item].seq for item in step.items]
-        hidden = self._model.forward(ctx)
-        logits = masked(self._model.logits(hidden[: len(seqs)], runs), masks, self._device)
-        positions = [position + 1 for position in step.positions]
-        return self._sampler.sample(logits, seqs, positions).clamp_(min=0)
 
-    def _masks(
-        self, batch: ScheduledBatch, step: DraftStep, known: dict[int, tuple[int, ...]]
-    ) -> dict[int, bytes]:
-        """The masks of a step's rows after what was drafted; none after the end of a text."""
-        masks = {}
-        for row, item in enumerate(step.items):
-            grammar, drafted = batch.items[item].seq.grammar, known.get(item, ())
-            if grammar is not None and len(made := grammar.masks(drafted)) > len(drafted):
-                masks[row] = made[-1]
-        return masks
-
-    def _read(
-        self,
-        batch: ScheduledBatch,
-        step: DraftStep,
-        tokens: Tensor,
-        known: dict[int, tuple[int, ...]],
-    ) -> None:
-        """Note the drafts that grammars must know."""
-        if any(batch.items[item].seq.grammar is not None for item in step.items):
-            sampled = self._device.read_back(tokens).tolist()
-            for item, token in zip(step.items, sampled, strict=True):
-                known[item] = (*known.get(item, ()), token)
+def _masks(seqs: list[Sequence], known: Mapping[Sequence, tuple[int, ...]]) -> dict[int, bytes]:
+    """The mask of each row whose token a grammar limits, after what was drafted; none after the end
+    of a text.
+    """
+    masks = {}
+    for row, seq in enumerate(seqs):
+        drafted = known.get(seq, ())
+        if seq.grammar is not None and len(made := seq.grammar.masks(drafted)) > len(drafted):
+            masks[row] = made[-1]
+    return masks
 
 
 def draft_context(
-    batch: ScheduledBatch, step: DraftStep, attention: AttentionBackend, device: Device
+    seqs: list[Sequence], step: DraftStep, attention: AttentionBackend, device: Device
 ) -> ForwardContext:
-    """The forward context of a draft step, one row an item; token 0 where the host does not know
+    """The forward context of a draft step, one row a sequence; token 0 where the host does not know
     the token.
     """
-    seqs = (batch.items[item].seq for item in step.items)
     rows = [
         SequenceRows(seq.token_ids[position : position + 1] or [0], position, num_keys, 1)
         for seq, position, num_keys in zip(seqs, step.positions, step.num_keys, strict=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 
@@ -25,18 +25,6 @@ from nanoengine.startup.parts import Parts
 from nanoengine.startup.plan import MemoryPlan
 from nanoengine.text.detokenizer import IncrementalDetokenizer
 from nanoengine.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A checked prompt: its tokens, the most tokens of prompt and output, its text."""
-
-    token_ids: list[int]
-    limit: int
-    text: str | None
-    salt: str
-    is_streamed: bool
-    num_candidates: int
 
 
 class InputProcessor:
@@ -97,14 +85,22 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError(f"expected SamplingParams, got {type(params).__name__}")
         token_ids = self.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
-        limit = self._check_length(len(token_ids), params)
-        text = prompt if isinstance(prompt, str) else prompt_text
-        salt = _checked_salt(cache_salt)
-        asked = _Prompt(token_ids, limit, text, salt, is_streamed, num_candidates)
-        first = self._sequence(asked, params)
-        seqs = [first]
-        for index in range(1, params.n):
-            seqs.append(self._sequence(asked, params.for_completion(index), index, first))
+        eos = () if params.ignore_eos else self._model_config.eos_token_ids
+        request = Request(
+            params=params,
+            seed=0,  # each sequence gets one of its own
+            stop_token_ids=frozenset(params.stop_ids) | frozenset(eos),
+            max_total_tokens=self._check_length(len(token_ids), params),
+            prompt=prompt if isinstance(prompt, str) else prompt_text,
+            cache_salt=_checked_salt(cache_salt),
+            bad_words=self._bad_words(params),
+            num_candidates=num_candidates,
+        )
+        self._check_choice(request)
+        seqs: list[Sequence] = []
+        for index in range(params.n):
+            own = replace(request, params=params.for_completion(index), index=index)
+            seqs.append(self._sequence(own, token_ids, is_streamed, seqs[0] if seqs else None))
         return seqs
 
     def encode(self, text: str) -> list[int]:
@@ -116,47 +112,32 @@ class InputProcessor:
 
     def _sequence(
         self,
-        prompt: _Prompt,
-        params: SamplingParams,
-        index: int = 0,
-        prompt_owner: Sequence | None = None,
+        request: Request,
+        token_ids: list[int],
+        is_streamed: bool,
+        prompt_owner: Sequence | None,
     ) -> Sequence:
-        seq_id = self.next_id()
-        config = self._config
+        """The sequence of one completion. prompt_owner: that of the first one."""
+        seq_id, params, config = self.next_id(), request.params, self._config
         counts = config.num_guesses, config.num_drafts, config.num_mtp
         can_go_back = counts != (0, 0, 0) or not self._model_config.recurrent_layers
-        may_guess = can_go_back and not prompt.num_candidates
+        may_guess = can_go_back and not request.num_candidates
         guesses, drafts, mtp = counts if may_guess else (0, 0, 0)
-        eos = () if params.ignore_eos else self._model_config.eos_token_ids
         seed = self._request_seed(seq_id) if params.seed is None else params.seed
-        if prompt_owner is None:
-            request = Request(
-                params=params,
-                seed=seed,
-                stop_token_ids=frozenset(params.stop_ids) | frozenset(eos),
-                max_total_tokens=prompt.limit,
-                prompt=prompt.text,
-                cache_salt=prompt.salt,
-                bad_words=self._bad_words(params),
-                num_candidates=prompt.num_candidates,
-            )
-            self._check_choice(request)
-        else:  # what it names, which may be much, was read and checked
-            request = replace(prompt_owner.request, params=params, seed=seed, index=index)
         return Sequence(
             seq_id=seq_id,
-            token_ids=list(prompt.token_ids),
-            num_prompt_tokens=len(prompt.token_ids),
-            request=request,
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            request=replace(request, seed=seed),
             metrics=RequestMetrics(time.perf_counter()),
             prompt_owner=prompt_owner,
             may_guess=may_guess,
             guesser=PromptLookup() if guesses else None,
             draft_length=PayingDrafts(drafts, self._drafts) if drafts else None,
             mtp_length=PayingDrafts(mtp, self._drafts) if mtp else None,
-            history=_history(prompt.token_ids, prompt_owner) if params.penalizes else None,
-            grammar=self.grammars.state_for(params, prompt.token_ids) if params.is_held else None,
-            output=SequenceOutput(text_stream=self._text_stream(params, prompt.is_streamed)),
+            history=_history(token_ids, prompt_owner) if params.penalizes else None,
+            grammar=self.grammars.state_for(params, token_ids) if params.is_held else None,
+            output=SequenceOutput(text_stream=self._text_stream(params, is_streamed)),
         )
 
     def _text_stream(

@@ -60,16 +60,16 @@ class StepScores:
                 seq.output.scores += [read_scores(row, token_id, width) for token_id, row in scored]
 
 
+@dataclass(frozen=True, slots=True)
 class TokenScorer:
-    """Scores the tokens of a step, where requests ask for it."""
+    """Scores the tokens of a step, where requests ask for it.
 
-    def __init__(
-        self, logits: Callable[[Tensor], Tensor], likeliest: Likeliest, device: Device
-    ) -> None:
-        """logits: from hidden states [n, hidden] to [n, vocab]."""
-        self._logits = logits
-        self._likeliest = likeliest
-        self._device = device
+    logits: from hidden states [n, hidden] to [n, vocab].
+    """
+
+    logits: Callable[[Tensor], Tensor]
+    likeliest: Likeliest
+    device: Device
 
     def score_sampled(self, seqs: Seq[Sequence], logits: Tensor, tokens: Tensor) -> Readable | None:
         """Scores of sampled tokens. logits: [n, vocab]; tokens: int64 [n], of `seqs`."""
@@ -77,7 +77,7 @@ class TokenScorer:
         asked = [width for width in widths if width is not None]
         if not asked:
             return None
-        return self._device.read_back(score_tokens(logits, tokens, max(asked), self._likeliest))
+        return self.device.read_back(score_tokens(logits, tokens, max(asked), self.likeliest))
 
     def score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> Iterator[PromptScores]:
         """Scores of the prompts' next tokens: every token of a chunk but the prompt's last has one
@@ -91,9 +91,9 @@ class TokenScorer:
                 for start in range(item.start, stop, LEAST_SAMPLED):
                     end = min(stop, start + LEAST_SAMPLED)
                     rows = hidden[row + start - item.start : row + end - item.start]
-                    following = self._device.tensor(seq.token_ids[start + 1 : end + 1], torch.int64)
-                    scores = score_tokens(self._logits(rows), following, width, self._likeliest)
-                    yield PromptScores(seq, start + 1, self._device.read_back(scores))
+                    following = self.device.tensor(seq.token_ids[start + 1 : end + 1], torch.int64)
+                    scores = score_tokens(self.logits(rows), following, width, self.likeliest)
+                    yield PromptScores(seq, start + 1, self.device.read_back(scores))
             row += item.num_tokens
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -51,27 +52,22 @@ class StepOpener(Protocol):
     def open_step(self, batch: ScheduledBatch) -> OpenStep: ...
 
 
+@dataclass(eq=False)
 class ModelRunner:
     """ScheduledBatch -> ForwardContext -> logits -> tokens."""
 
-    def __init__(
-        self,
-        model: Model,
-        attention: AttentionBackend,
-        kv: StepOpener,
-        sampler: Sampler,
-        scorer: TokenScorer,
-        device: Device,
-        drafter: Drafter | MtpDrafter,
-    ) -> None:
-        self.model = model
-        self.attention = attention
-        self._kv = kv
-        self.sampler = sampler
-        self._scorer = scorer
-        self.drafter = drafter
-        self.mtp = drafter if isinstance(drafter, MtpDrafter) else None
-        self._device = device
+    model: Model
+    attention: AttentionBackend
+    kv: StepOpener
+    sampler: Sampler
+    scorer: TokenScorer
+    device: Device
+    drafter: Drafter | MtpDrafter
+
+    @property
+    def mtp(self) -> MtpDrafter | None:
+        """The drafter, if it is the MTP head's."""
+        return self.drafter if isinstance(self.drafter, MtpDrafter) else None
 
     def run(self, batch: ScheduledBatch) -> list[int]:
         """The tokens that the items of the batch sample, in order."""
@@ -80,8 +76,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, before: StepTokens | None = None) -> StepTokens:
         """Begin a step. before: the previous step, if its tokens are not read yet."""
-        self._device.begin_step()
-        step = self._kv.open_step(batch)
+        self.device.begin_step()
+        step = self.kv.open_step(batch)
         try:
             drafts = self.drafter.draft(batch, step.draft_steps())
             ctx = self._context(batch, step, before, drafts)
@@ -111,7 +107,7 @@ class ModelRunner:
         all_drafts: those of the step's sequences, and those of the resting ones.
         """
         drafts, of_resting = all_drafts
-        prompts = tuple(self._scorer.score_prompts(batch, hidden))
+        prompts = tuple(self.scorer.score_prompts(batch, hidden))
         if not len(ctx.logit_rows):
             nothing = torch.empty(0, dtype=torch.int64)
             if self.mtp is not None:
@@ -119,7 +115,7 @@ class ModelRunner:
             scores = StepScores(prompts, None)
             return StepTokens(batch, nothing, nothing, scores, drafts, of_resting)
         logits = self._logits(hidden, ctx, num_padding)
-        known = drafts.read(batch, self._device)
+        known = drafts.read(batch, self.device)
         rows = [
             (item.seq, item.start + item.num_tokens - num_after, item.guesses[:number])
             for item in known.items
@@ -127,12 +123,12 @@ class ModelRunner:
         ]
         seqs, positions, guesses = zip(*rows, strict=True)
         masks = step_masks(known)  # their logits are a copy, which none but the sampler holds
-        tokens = self.sampler.sample(masked(logits, masks, self._device), seqs, positions, guesses)
+        tokens = self.sampler.sample(masked(logits, masks, self.device), seqs, positions, guesses)
         parts = [tokens, *(each.tokens for each in all_drafts if each.places)]
         if self.mtp is not None:
             parts.append(self.mtp.guess(batch, ctx, hidden, tokens))
-        numbers = self._device.read_back(torch.cat(parts) if len(parts) > 1 else tokens)
-        scores = StepScores(prompts, self._scorer.score_sampled(seqs, logits, tokens))
+        numbers = self.device.read_back(torch.cat(parts) if len(parts) > 1 else tokens)
+        scores = StepScores(prompts, self.scorer.score_sampled(seqs, logits, tokens))
         return StepTokens(batch, tokens, numbers, scores, drafts, of_resting)
 
     def _logits(self, hidden: Tensor, ctx: ForwardContext, num_padding: int) -> Tensor:
@@ -158,7 +154,7 @@ class ModelRunner:
             for item in batch.items
         ]
         ctx = forward_context(
-            rows, step.num_rows, step.kv, self.attention, self._device, step.block_mass
+            rows, step.num_rows, step.kv, self.attention, self.device, step.block_mass
         )
         starts = [0, *accumulate(item.num_tokens for item in batch.items)]
         if before is not None:
@@ -174,7 +170,7 @@ class ModelRunner:
     def _copy_tokens(self, tokens: Tensor, places: list[tuple[int, int]], source: Tensor) -> None:
         """Copy tokens on the device. places: (index in `tokens`, index in `source`) of each."""
         if places:
-            to, at = packed(self._device.tensor, [*zip(*places, strict=True)], torch.int64)
+            to, at = packed(self.device.tensor, [*zip(*places, strict=True)], torch.int64)
             tokens[to] = source[at].clamp(min=0)  # NO_TOKEN: of a request that fails
 
 

@@ -34,23 +34,16 @@ class _Made:
     rows: dict[tuple[int, int], int]
 
 
+@dataclass(eq=False)
 class MtpDrafter:
     """Runs the head of a model. Penalties, bad words and grammars do not limit what it guesses."""
 
-    def __init__(
-        self,
-        head: MtpHead,
-        attention: AttentionBackend,
-        sampler: Sampler,
-        vocabulary: DraftVocabulary,
-        device: Device,
-    ) -> None:
-        self._head = head
-        self._attention = attention
-        self._sampler = sampler
-        self._vocabulary = vocabulary
-        self._device = device
-        self._made: _Made | None = None  # of the newest step
+    head: MtpHead
+    attention: AttentionBackend
+    sampler: Sampler
+    vocabulary: DraftVocabulary
+    device: Device
+    _made: _Made | None = None  # in the newest step
 
     def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
         """The drafts after the first guess of each item: as Drafter.draft."""
@@ -62,56 +55,47 @@ class MtpDrafter:
         before: DraftStep | None = None
         runs: Tensor | None = None
         for step in steps:
+            seqs = step.sequences(batch)
             if before is None:
-                runs = self._vocabulary.runs(batch.items[item].seq for item in step.items)
+                runs = self.vocabulary.runs(seqs)
                 next_ids = [batch.items[item].guesses[-1] for item in step.items]
-                tokens, given = self._device.tensor(next_ids, torch.int64), self._known(batch, step)
+                tokens, given = self.device.tensor(next_ids, torch.int64), self._known(seqs, step)
             else:
-                tokens = rows_of(step, before, tokens, self._device)
-                given = rows_of(step, before, given, self._device)
-            tokens, given = self._next(batch, step, tokens, given, runs)
+                tokens = rows_of(step, before, tokens, self.device)
+                given = rows_of(step, before, given, self.device)
+            given = self._next(seqs, step, tokens, given)
+            tokens = self._draw(given, seqs, [at + 2 for at in step.positions], runs)
             yield step, tokens
             before = step
 
-    def _known(self, batch: ScheduledBatch, step: DraftStep) -> Tensor:
-        """The head's hidden states of the token before each item's newest one, [rows, hidden];
-        zeros if the newest step did not sample there.
+    def _known(self, seqs: list[Sequence], step: DraftStep) -> Tensor:
+        """The head's hidden states of the token before each newest one, [rows, hidden]; zeros if
+        the newest step did not sample there.
         """
         known = self._made
         assert known is not None
-        seqs = (batch.items[item].seq for item in step.items)
         keys = [(seq.seq_id, at - 1) for seq, at in zip(seqs, step.positions, strict=True)]
         rows = [known.rows.get(key, len(known.hidden)) for key in keys]
         zeros = known.hidden.new_zeros(1, known.hidden.shape[1])
-        return torch.cat((known.hidden, zeros))[self._device.tensor(rows, torch.int64)]
+        return torch.cat((known.hidden, zeros))[self.device.tensor(rows, torch.int64)]
 
-    def _next(
-        self,
-        batch: ScheduledBatch,
-        step: DraftStep,
-        tokens: Tensor,
-        given: Tensor,
-        runs: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run a draft step; returns the token of each row, int64 [rows], and the head's hidden
-        states. tokens: the ones after the rows'. given, runs: as in MtpHead.
+    def _next(self, seqs: list[Sequence], step: DraftStep, tokens: Tensor, given: Tensor) -> Tensor:
+        """Run a draft step; returns the head's hidden states, [rows, hidden]. tokens: the ones
+        after the rows', int64 [rows]. given: as in MtpHead.
         """
-        seqs = [batch.items[item].seq for item in step.items]
-        ctx = draft_context(batch, step, self._attention, self._device)
+        ctx = draft_context(seqs, step, self.attention, self.device)
         num, num_padded = len(seqs), len(ctx.token_ids)
         next_ids = tokens.new_zeros(num_padded)
         next_ids[:num] = tokens
         padded = given.new_zeros(num_padded, given.shape[1])
         padded[:num] = given
-        made = self._head(ctx, next_ids, padded)[:num]
-        positions = [position + 2 for position in step.positions]
-        return self._draw(made, seqs, positions, runs), made
+        return self.head(ctx, next_ids, padded)[:num]
 
     def _draw(
         self, made: Tensor, seqs: Seq[Sequence], positions: Seq[int], runs: Tensor | None
     ) -> Tensor:
-        logits = self._head.logits(made, runs)
-        return self._sampler.sample(logits, seqs, positions).clamp_(min=0)
+        logits = self.head.logits(made, runs)
+        return self.sampler.sample(logits, seqs, positions).clamp_(min=0)
 
     def guess(
         self, batch: ScheduledBatch, ctx: ForwardContext, hidden: Tensor, tokens: Tensor
@@ -129,15 +113,15 @@ class MtpDrafter:
             next_ids += known + [0] * item.num_samples
             sampled += [(item.seq, at) for at in range(stop - item.num_samples, stop)]
         next_ids += [0] * (len(ctx.token_ids) - len(next_ids))
-        following = self._device.tensor(next_ids, torch.int64)
+        following = self.device.tensor(next_ids, torch.int64)
         if sampled:
             following[ctx.logit_rows] = tokens.clamp(min=0)  # NO_TOKEN: of a request that fails
-        made = self._head.after_model(ctx, following, hidden)[ctx.logit_rows]
+        made = self.head.after_model(ctx, following, hidden)[ctx.logit_rows]
         self._made = _Made(made, {(s.seq_id, at): row for row, (s, at) in enumerate(sampled)})
         if not any(map(_wants_guess, dict(sampled))):
             return tokens[:0]
         seqs, positions = zip(*sampled, strict=True)
-        return self._draw(made, seqs, [at + 2 for at in positions], self._vocabulary.runs(seqs))
+        return self._draw(made, seqs, [at + 2 for at in positions], self.vocabulary.runs(seqs))
 
 
 def _wants_guess(seq: Sequence) -> bool:

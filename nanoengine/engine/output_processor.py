@@ -127,21 +127,23 @@ class OutputProcessor:
         """
         if step_tokens:
             self.step_sizes[step_tokens] += 1
-        ids = dict.fromkeys((seq.prompt_owner or seq).seq_id for seq in ended)
-        done = [i for i in ids if i in self._requests and self._requests[i].has_ended]
-        ready = [self._requests.pop(i) for i in done]
-        for state in ready:
-            self._ended.add(state.seqs)
+        own = self._of_requests(ended)
+        self._ended.add(own)
+        ids = dict.fromkeys((seq.prompt_owner or seq).seq_id for seq in own)
+        ready = [self._requests.pop(i) for i in ids if self._requests[i].has_ended]
         return [state.output() for state in ready]
 
     def count(self, num_tokens: int) -> None:
         """Count generated tokens that are in no request's output: those of beams."""
         self._ended.num_output_tokens += num_tokens
 
-    def totals(self) -> Totals:
-        """Of all requests so far, the unfinished ones among them."""
-        open_seqs = (seq for state in self._requests.values() for seq in state.seqs)
-        return replace(self._ended).add(open_seqs)
+    def totals(self, begun: Iterable[Sequence]) -> Totals:
+        """Of all requests so far. begun: the unfinished sequences that were ever admitted."""
+        return replace(self._ended).add(self._of_requests(begun))
+
+    def _of_requests(self, seqs: Iterable[Sequence]) -> list[Sequence]:
+        """Those of these sequences that belong to a request: beams do not."""
+        return [seq for seq in seqs if (seq.prompt_owner or seq).seq_id in self._requests]
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of token ids, special ones left out; "" without a tokenizer."""

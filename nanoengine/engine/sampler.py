@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, abc
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from nanoengine.context import MakeTensor
 from nanoengine.models.draw import Draws
+from nanoengine.models.layer_ops import LayerOps
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import NO_TOKEN, Sequence, TokenHistory
 
@@ -27,13 +27,6 @@ def draw_key(seed: int, position: int) -> int:
     """64 bits from (seed, position) only: xxh3-64."""
     both = (seed & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little") + position.to_bytes(8, "little")
     return xxhash.xxh3_64_intdigest(both)
-
-
-class SamplingOps(Protocol):
-    """As in models.layer_ops.LayerOps."""
-
-    def argmax(self, logits: Tensor) -> Tensor: ...
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +46,7 @@ class FixedTokens:
 class Sampler:
     """Chooses the next token of each sequence."""
 
-    def __init__(self, ops: SamplingOps, tensor: MakeTensor) -> None:
+    def __init__(self, ops: LayerOps, tensor: MakeTensor) -> None:
         """tensor: makes a tensor on the logits' device."""
         self._ops = ops
         self._tensor = tensor

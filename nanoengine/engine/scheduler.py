@@ -9,7 +9,7 @@ Knows counts and the KV manager's face for the scheduler, no tensors.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,7 +18,7 @@ from typing import Protocol
 from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.draft_turns import DraftingKV, DraftTurns
 from nanoengine.engine.link_pacer import LinkPacer
-from nanoengine.engine.speculative import guesses_for, is_draft_due, most_guesses, record_guesses
+from nanoengine.engine.speculative import guesses_for, is_draft_due, record_guesses
 from nanoengine.errors import RequestError, TransferError
 from nanoengine.sequence import (
     NO_TOKEN,
@@ -73,11 +73,12 @@ class Scheduler:
         self._kv = kv
         self._max_tokens = max_num_batched_tokens
         self._long_tokens = config.long_prefill_token_threshold or max(1, self._max_tokens // 2)
-        self._max_guesses = most_guesses(config, self._max_tokens)
+        # Rows that sample: memory is planned for so many logits.
+        self._max_sampled = min(config.sampled_rows, self._max_tokens)
         self._pacer = LinkPacer(stream_blocks_per_step)
         self.turns = DraftTurns(config, kv, takes_turns)
         self._may_draft = False
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: OrderedDict[Sequence, None] = OrderedDict()
         self.running: list[Sequence] = []
 
     @property
@@ -87,15 +88,14 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new request."""
-        self.waiting.append(seq)
+        self.waiting[seq] = None
 
     def resume(self, seqs: Iterable[Sequence]) -> None:
         """Put paused sequences, and new ones, before all others that wait."""
-        first = {seq.seq_id: seq for seq in seqs}
-        for seq in first.values():
+        first = list(dict.fromkeys(seqs))
+        for seq in first:
             seq.status = SequenceStatus.WAITING
-        others = (seq for seq in self.waiting if seq.seq_id not in first)
-        self.waiting = deque([*first.values(), *others])
+        self._put_first(first)
 
     def abort(self, seqs: Iterable[Sequence]) -> list[Sequence]:
         """End these sequences, free what they hold, and return those that had not ended yet."""
@@ -239,7 +239,7 @@ class Scheduler:
         return ended
 
     def _schedule_running(self, order: list[Sequence]) -> _Step:
-        step = _Step(self._max_tokens, self._max_guesses - len(self.running))
+        step = _Step(self._max_tokens, self._max_sampled - len(self.running))
         for seq in order:
             if seq.status is SequenceStatus.RUNNING and step.tokens:
                 self._schedule_one(seq, step)
@@ -275,21 +275,26 @@ class Scheduler:
         passed: list[Sequence] = []
         most = self._config.max_num_seqs
         while self.waiting and step.tokens and len(self.running) < most and len(passed) < LOOK_PAST:
-            seq = self.waiting.popleft()
+            seq, _ = self.waiting.popitem(last=False)
             if seq.status is SequenceStatus.PAUSED or not self._may_start(seq, step):
                 passed.append(seq)  # shorter prompts may pass it
                 continue
             admission = self._kv.admit(seq)
-            if admission is Admission.IN_FLIGHT:
-                passed.append(seq)
+            if admission is Admission.ADMITTED:
+                seq.status = SequenceStatus.RUNNING
+                self.running.append(seq)
+                self._schedule_one(seq, step)
                 continue
+            passed.append(seq)
             if admission is Admission.FULL:
-                self.waiting.appendleft(seq)
                 break
-            seq.status = SequenceStatus.RUNNING
-            self.running.append(seq)
-            self._schedule_one(seq, step)
-        self.waiting.extendleft(reversed(passed))
+        self._put_first(passed)
+
+    def _put_first(self, seqs: list[Sequence]) -> None:
+        """Let these sequences wait, in this order, before all others."""
+        for seq in reversed(seqs):
+            self.waiting[seq] = None
+            self.waiting.move_to_end(seq, last=False)
 
     def _chunk(self, seq: Sequence, most: int) -> int:
         """Tokens for `seq` in this step. A long prefill leaves some to other prefills."""
@@ -320,14 +325,14 @@ class Scheduler:
         self._kv.preempt(seq)
         seq.status = SequenceStatus.WAITING
         seq.metrics.num_preemptions += 1
-        self.waiting.appendleft(seq)
+        self._put_first([seq])
 
     def _pause(self, seq: Sequence) -> None:
         """Let a running sequence wait for `resume`; others may take its KV, as if preempted."""
         self.running.remove(seq)
         self._kv.preempt(seq)
         seq.status = SequenceStatus.PAUSED
-        self.waiting.append(seq)
+        self.waiting[seq] = None
 
     def _end(self, seq: Sequence) -> None:
         """Free what a finished sequence holds."""
@@ -337,7 +342,6 @@ class Scheduler:
         self._kv.deallocate(seq)
 
     def _drop(self, ended: list[Sequence]) -> None:
-        num_running = len(self.running)
         self.running = [s for s in self.running if not s.is_finished]
-        if len(ended) > num_running - len(self.running):  # the queue may be long
-            self.waiting = deque(s for s in self.waiting if not s.is_finished)
+        for seq in ended:
+            self.waiting.pop(seq, None)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nanoengine.config.engine import EngineConfig
 from nanoengine.sequence import DraftLength, ScheduledSequence, Sequence
 
 LONGEST, SHORTEST = 4, 2  # tokens that must repeat
@@ -100,13 +99,6 @@ def is_draft_due(seqs: Iterable[Sequence], drafts: bool) -> bool:
     """
     lengths = (_length(seq, drafts) for seq in seqs)
     return any(length is not None and length.is_due for length in lengths)
-
-
-def most_guesses(config: EngineConfig, max_tokens: int) -> int:
-    """Most rows of a step that sample, as memory is planned for their logits. max_tokens: most
-    tokens of a step.
-    """
-    return min(max_tokens, config.sampled_rows)
 
 
 def record_guesses(item: ScheduledSequence, num_right: int, is_timed: bool) -> None:

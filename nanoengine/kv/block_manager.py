@@ -270,13 +270,6 @@ class BlockManager:
             del self.by_digest[block.key.digest]
         block.key, block.parent = None, None
 
-    def reset_cache(self) -> None:
-        """Unpublish every block; blocks in use stay allocated."""
-        for block in list(self.cached):
-            self.evict(block)
-        for block in list(self.by_digest.values()):
-            self.unpublish(block)
-
     def drop_device(self, block: Block) -> int:
         """Remove and return the device slot of a block that is complete on the host, or lost."""
         slot, block.device_slot = block.device_slot, None

@@ -36,8 +36,8 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """The blocks of one sequence in logical order. Every layer's window has passed the first
-    `num_released` of them; RELEASED stands in their place.
+    """The blocks of one sequence, of `block_size` tokens each, in logical order. Every layer's
+    window has passed the first `num_released` of them; RELEASED stands in their place.
 
     published: for its first blocks, the block that the prefix cache finds with the same content.
     keys: of its full blocks, as far as they were needed; the first `num_announced` are announced to
@@ -46,6 +46,7 @@ class BlockTable:
     """
 
     seq: Sequence
+    block_size: int
     blocks: list[Block] = field(default_factory=list)
     published: list[Block] = field(default_factory=list)
     keys: list[BlockKey] = field(default_factory=list)
@@ -70,28 +71,29 @@ class BlockTable:
         """The blocks that the sequence has a reference to."""
         return self.blocks[self.num_released :]
 
-    def is_resumable(self, index: int, size: int) -> bool:
-        """Whether this sequence or others are likely to go on after the first `index` blocks of
-        `size` tokens: earlier texts branched off there, or the prompt ends in the next block.
+    def is_resumable(self, index: int) -> bool:
+        """Whether this sequence or others are likely to go on after the first `index` blocks:
+        earlier texts branched off there, or the prompt ends in the next block.
         """
-        return index == len(self.known) or index >= (self.seq.num_prompt_tokens - 1) // size
+        last_of_prompt = (self.seq.num_prompt_tokens - 1) // self.block_size
+        return index == len(self.known) or index >= last_of_prompt
 
     def found_as(self, index: int) -> Block:
         """The block that the prefix cache finds in place of block `index` of this sequence."""
         is_known = index == len(self.known) - 1 and self.known[index].key is not None
         return self.known[index] if is_known else self.blocks[index]
 
-    def next_stop(self, computed: int, num_tokens: int, size: int) -> int | None:
+    def next_stop(self, computed: int, num_tokens: int) -> int | None:
         """The position at which a step must end, so that the state is one to go on from; None if it
         need not. Guesses end with a block.
         """
-        last = max(self.seq.num_tokens - 1, computed + num_tokens - 1)
+        size, last = self.block_size, max(self.seq.num_tokens - 1, computed + num_tokens - 1)
         stops = (len(self.known), (self.seq.num_tokens - 1) // size, last // size)
         return min((size * stop for stop in stops if size * stop > computed), default=None)
 
-    def first_keys(self, num_blocks: int, size: int) -> list[BlockKey]:
-        """The keys of the first `num_blocks` blocks of `size` tokens, which are full."""
-        seq, keys = self.seq, self.keys
+    def first_keys(self, num_blocks: int) -> list[BlockKey]:
+        """The keys of the first `num_blocks` blocks, which are full."""
+        seq, keys, size = self.seq, self.keys, self.block_size
         for index in range(len(keys), num_blocks):
             tokens = seq.token_ids[index * size : (index + 1) * size]
             keys.append(block_key(keys[-1] if keys else None, tokens, seq.request.cache_salt))
@@ -101,11 +103,11 @@ class BlockTable:
         """The first `num_computed` tokens have KV. Nothing else sets num_computed."""
         self.seq.num_computed = num_computed
 
-    def mark_computed(self, first: int, size: int, num_rejected: int) -> None:
-        """The blocks of `size` tokens, from `first` on, hold what the sequence has computed, and
-        not the `num_rejected` tokens after it.
+    def mark_computed(self, first: int, num_rejected: int) -> None:
+        """The blocks from `first` on hold what the sequence has computed, and not the
+        `num_rejected` tokens after it.
         """
-        num_computed = self.seq.num_computed
+        num_computed, size = self.seq.num_computed, self.block_size
         for index in range(first, -(-(num_computed + num_rejected) // size)):
             block, num_tokens = self.blocks[index], min(size, num_computed - index * size)
             # A step that was begun early may have counted more already.
@@ -129,8 +131,8 @@ class BlockTable:
         self.blocks = [RELEASED] * num_released + hits[num_released:]
         self.published, self.num_released = list(hits), num_released
 
-    def keep_first(self, num_kept: int, size: int) -> list[Block]:
-        """Keep the first `num_kept` blocks of `size` tokens; returns the others that were held.
+    def keep_first(self, num_kept: int) -> list[Block]:
+        """Keep the first `num_kept` blocks; returns the others that were held.
 
         A table that has released blocks keeps nothing: what follows them could not be computed
         again.
@@ -140,16 +142,18 @@ class BlockTable:
         dropped = self.blocks[max(num_kept, self.num_released) :]
         del self.blocks[num_kept:], self.published[num_kept:]
         self.num_released = 0
-        self.num_shared_tokens = min(self.num_shared_tokens, num_kept * size)
-        self.commit(min(self.seq.num_computed, num_kept * size))
+        num_tokens = num_kept * self.block_size
+        self.num_shared_tokens = min(self.num_shared_tokens, num_tokens)
+        self.commit(min(self.seq.num_computed, num_tokens))
         return dropped
 
-    def writes(self, row: int, start: int, num_tokens: int, size: int) -> Iterator[Write]:
+    def writes(self, row: int, start: int, num_tokens: int) -> Iterator[Write]:
         """Where tokens from position `start` on are stored; the first is row `row` of a step.
 
         Tokens whose KV came from the prefix cache are left out: other sequences may be reading it.
         """
-        position, stop = max(start, self.num_shared_tokens), start + num_tokens
+        size, stop = self.block_size, start + num_tokens
+        position = max(start, self.num_shared_tokens)
         while position < stop:
             end = min(stop, (position // size + 1) * size)
             block, offset = self.blocks[position // size], position % size

@@ -73,7 +73,7 @@ class HybridKVCacheManager:
         goes on with what it still holds; one with a `prompt_owner` shares that one's prompt, once
         it is computed. Sets what was cached at the first admission.
         """
-        table = self.tables.setdefault(seq.seq_id, BlockTable(seq))
+        table = self.tables.setdefault(seq.seq_id, BlockTable(seq, self.spec.block_size))
         running, kept = self._kept, self._blocks_kept(seq)
         # Every running sequence writes to a device block, and one more keeps a prefill going.
         num_writable = self.spec.num_blocks - sum(running.values()) - kept
@@ -176,15 +176,15 @@ class HybridKVCacheManager:
         release those that every window has passed. KV of the `num_rejected` tokens after them is
         discarded; a model with recurrent layers then discards the whole step.
         """
-        table, size = self.tables[seq.seq_id], self.spec.block_size
-        first = seq.num_computed // size
+        table = self.tables[seq.seq_id]
+        first = seq.num_computed // table.block_size
         if num_rejected and self._states.go_back(table):
             num_tokens, num_rejected = 0, num_tokens + num_rejected
         table.commit(seq.num_computed + num_tokens)
-        table.mark_computed(first, size, num_rejected)
+        table.mark_computed(first, num_rejected)
         if not num_rejected:
             self._states.settle(table)
-        self._prefix_cache.publish(table, seq.num_computed // size)
+        self._prefix_cache.publish(table, seq.num_computed // table.block_size)
         self._release(table.release_passed(self.spec.first_needed(seq.num_computed)))
 
     def preempt(self, seq: Sequence) -> None:
@@ -259,7 +259,8 @@ class HybridKVCacheManager:
         """Forget all cached KV that no unfinished request uses."""
         for block in list(self.blocks.cached):
             self.evict(block)
-        self.blocks.reset_cache()
+        for block in list(self.blocks.by_digest.values()):  # of unfinished requests
+            self.blocks.unpublish(block)
 
     def evict(self, block: Block) -> None:
         """Forget a block that no table holds, and free its slots."""
@@ -287,10 +288,9 @@ class HybridKVCacheManager:
 
     def _rewind_if_lost(self, table: BlockTable) -> None:
         """A sequence that lost its recurrent state goes back to a snapshot, or to the start."""
-        size = self.spec.block_size
         if not self._states.is_at(table):
-            computed = table.blocks[: table.seq.num_computed // size]
-            self._release(table.keep_first(self._states.num_resumable(computed), size))
+            computed = table.blocks[: table.seq.num_computed // table.block_size]
+            self._release(table.keep_first(self._states.num_resumable(computed)))
             self._states.load(table)
 
     def _grow(self, table: BlockTable, num_blocks: int) -> None:
@@ -327,7 +327,7 @@ class HybridKVCacheManager:
         table = max(preempted, key=lambda table: table.seq.seq_id, default=None)
         if table is None:
             return False
-        self._release(table.keep_first(len(table.blocks) - 1, self.spec.block_size))
+        self._release(table.keep_first(len(table.blocks) - 1))
         return True
 
     def _release(self, blocks: list[Block]) -> None:

@@ -22,7 +22,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nanoengine.devices.copy_streams import Convert, Event, Stream
+from nanoengine.devices.copy_streams import Convert, Event
 from nanoengine.devices.device import Device
 from nanoengine.kv.host_pool import HostPool
 from nanoengine.kv.kv_spec import KVSpec
@@ -147,7 +147,8 @@ class OffloadEngine:
         if len(run) == 1:
             host = self.host.block(layer, first.host_slot)
             block = self._pool[layer][first.device_slot]
-            self._copy(d2h, host, block, (first.start, first.stop), ids, self._encode)
+            for dst, src in _parts(host, block, first.start, first.stop):
+                d2h.copy(dst, src, ids, self._encode)
             return
         for at, host in self.host.runs(layer, host_slots):
             start, stop = device_slots[0] + at, device_slots[0] + at + len(host)
@@ -167,7 +168,8 @@ class OffloadEngine:
             source = self.host.block(layer, load.host_slot)
             ids = (transfers.block_ids.get(load.host_slot),)
             target = self._pool[layer][load.device_slot]
-            self._copy(h2d, target, source, (0, load.num_tokens), ids, self._decode)
+            for dst, src in _parts(target, source, 0, load.num_tokens):
+                self.fetch(dst, src, ids)
             self.counters.h2d_bytes += self.loaded_bytes[layer] * load.num_tokens
         return h2d.record()
 
@@ -212,25 +214,6 @@ class OffloadEngine:
             self.device.declare(compute, writes=slot_keys("ring", 0, (ring_slot,)))
             compute.fill(self.ring.whole(ring_slot), torch.nan)
         self._drained[ring_slot] = compute.record()
-
-    def _copy(
-        self,
-        stream: Stream,
-        dst: Tensor,
-        src: Tensor,
-        tokens: tuple[int, int],
-        owner: object,
-        convert: Convert | None,
-    ) -> None:
-        """Copy tokens [start, stop) of a block [parts, block_size, ...]: a whole block at once,
-        else each part by itself.
-        """
-        start, stop = tokens
-        if stop - start == dst.shape[1]:
-            stream.copy(dst, src, owner, convert)
-            return
-        for part in range(len(dst)):
-            stream.copy(dst[part, start:stop], src[part, start:stop], owner, convert)
 
 
 class TransferRun:
@@ -333,6 +316,16 @@ class TransferRun:
             event = self._engine.queue_fill(source, self._transfers, index, ring_slot)
             self._filled[self._next_fill] = event
             self._next_fill += 1
+
+
+def _parts(dst: Tensor, src: Tensor, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """What to copy for tokens [start, stop) of a block, [parts, block_size, ...]: all of a whole
+    block at once, else each part by itself.
+    """
+    if stop - start == dst.shape[1]:
+        yield dst, src
+    else:
+        yield from zip(dst[:, start:stop], src[:, start:stop], strict=True)
 
 
 def slot_keys(pool: str, layer: int, slots: Sequence[int]) -> Iterator[tuple[str, int, int]]:

@@ -15,6 +15,7 @@ from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.step_kv import StepKV
 from nanoengine.kv.step_planner import PlannedStep, StepPlanner
 from nanoengine.sequence import ScheduledBatch
+from nanoengine.sequence import Sequence as Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,10 @@ class DraftStep:
     items: tuple[int, ...]
     positions: tuple[int, ...]
     num_keys: tuple[int, ...]
+
+    def sequences(self, batch: ScheduledBatch) -> list[Request]:
+        """Those of its rows. batch: whose items draft."""
+        return [batch.items[item].seq for item in self.items]
 
 
 class OpenStep:

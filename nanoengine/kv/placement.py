@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
 
 from nanoengine.kv.block_manager import Block, BlockManager
 from nanoengine.kv.step_plan import Load, Store
@@ -99,10 +101,7 @@ class Placement:
         self.loads: dict[Block, Load] = {}
         self._blocks = blocks
         self._tables = tables
-        self._ranks: dict[Block, Rank] = {}
         self._pinned: set[Block] = set()
-        self._victims: Iterator[Block] | None = None
-        self._predecessors: dict[Block, Block] | None = None
 
     def place(self, written: list[Block]) -> None:
         """Give a device slot to every block that the step writes, and load the KV it has."""
@@ -118,19 +117,16 @@ class Placement:
         no kept block. Then all, shortest sequences first, into slots that no running sequence uses
         or only longer ones, which stream anyway.
         """
-        kept = self._tables.kept
-        for block in (b for blocks in self._tables.in_step if kept for b in blocks):
-            if block in kept and block.num_tokens and block.device_slot is None:
-                slot = self._device_slot(for_length_rank=ANY_LENGTH)
-                if slot is None:
-                    break
-                self._move_in(block, slot)
-        for blocks in sorted(self._tables.in_step, key=len):
-            for block in blocks:
+        tables, kept = self._tables.in_step, self._tables.kept
+        of_windows = ((b, ANY_LENGTH) for blocks in tables if kept for b in blocks if b in kept)
+        by_length = sorted(tables, key=len)
+        of_all = ((b, _length_rank(blocks)) for blocks in by_length for b in blocks)
+        for wanted in (of_windows, of_all):
+            for block, length_rank in wanted:
                 if block.num_tokens and block.device_slot is None:
-                    slot = self._device_slot(for_length_rank=_length_rank(blocks))
+                    slot = self._device_slot(length_rank)
                     if slot is None:
-                        return
+                        break
                     self._move_in(block, slot)
 
     def swap_hot(self, blocks: list[Block]) -> None:
@@ -198,13 +194,9 @@ class Placement:
         cached = self._blocks.oldest_on_device
         if cached is not None:
             return self._take_from_cached(cached)
-        if self._victims is None:
-            self._ranks = drop_ranks(self._tables)
-            self._victims = iter(sorted(self._ranks, key=self._ranks.__getitem__))
-        for block in self._victims:
+        for block, rank in self._victims:
             if block.device_slot is None or block in self._pinned:
                 continue
-            rank = self._ranks[block]
             is_running = rank.priority != PREEMPTED
             if for_length_rank is not None and (
                 rank.is_kept or (is_running and rank.length_rank >= for_length_rank)
@@ -218,10 +210,9 @@ class Placement:
         """The device slot of a cached block; it stays cached on the host if there is room."""
         if not block.is_on_host and (block.host_slot is not None or self._blocks.host.num_free):
             self._save(block)
-        if block.is_on_host:
-            return self._blocks.drop_device(block)
         slot = self._blocks.drop_device(block)
-        self._blocks.evict(block)
+        if not block.is_on_host:
+            self._blocks.evict(block)
         return slot
 
     def _save(self, block: Block) -> bool:
@@ -239,7 +230,7 @@ class Placement:
 
     def _host_slot(self, block: Block) -> int | None:
         """A free host slot, if possible next to that of the block before; else a reclaimed one."""
-        before = self._before().get(block)
+        before = self._before.get(block)
         next_to = before.host_slot + 1 if before and before.host_slot is not None else None
         slot = self._blocks.host.allocate(next_to)
         if slot is not None:
@@ -257,11 +248,16 @@ class Placement:
                     return self._blocks.drop_host(other)
         return None
 
+    @cached_property
+    def _victims(self) -> Iterator[tuple[Block, Rank]]:
+        """The blocks on the device that were not looked at yet, in drop order."""
+        return iter(sorted(drop_ranks(self._tables).items(), key=itemgetter(1)))
+
+    @cached_property
     def _before(self) -> dict[Block, Block]:
-        if self._predecessors is None:
-            pairs = (pair for blocks in self._tables.all for pair in pairwise(blocks))
-            self._predecessors = {after: before for before, after in pairs}
-        return self._predecessors
+        """The block before each one in its sequence."""
+        pairs = (pair for blocks in self._tables.all for pair in pairwise(blocks))
+        return {after: before for before, after in pairs}
 
 
 def device_slot(block: Block) -> int:

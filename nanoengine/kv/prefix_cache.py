@@ -106,7 +106,7 @@ class PrefixCache:
     def announce(self, table: BlockTable) -> None:
         """Sequences with the same prefix may wait for the blocks that this one will compute."""
         if self._is_enabled:
-            keys = table.first_keys(table.seq.num_tokens // self._size, self._size)
+            keys = table.first_keys(table.seq.num_tokens // self._size)
             table.num_announced = len(keys)
             for key in keys[len(table.published) :]:
                 self._blocks.promise(key, table.seq.seq_id)
@@ -121,7 +121,7 @@ class PrefixCache:
         """Publish the first `num_blocks` blocks, which are full and computed."""
         if not self._is_enabled:
             return
-        keys = table.first_keys(num_blocks, self._size)
+        keys = table.first_keys(num_blocks)
         for index in range(len(table.published), num_blocks):
             parent = table.published[-1] if table.published else None
             table.published.append(self._blocks.publish(table.blocks[index], parent, keys[index]))
@@ -170,7 +170,7 @@ class PrefixCache:
         """The cached blocks with which the sequence begins."""
         hits: list[Block] = []
         if self._looks_up(table.seq):
-            for key in table.first_keys(table.seq.num_tokens // self._size, self._size):
+            for key in table.first_keys(table.seq.num_tokens // self._size):
                 block = self._blocks.find(hits[-1] if hits else None, key)
                 if block is None:
                     break

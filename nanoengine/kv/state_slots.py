@@ -109,7 +109,7 @@ class StateSlots:
         seq_id, computed = table.seq.seq_id, table.seq.num_computed
         slot = self._slots.get(seq_id)
         if slot is not None and not self.is_at(table):
-            block = table.blocks[computed // self._spec.block_size - 1]
+            block = table.blocks[computed // table.block_size - 1]
             self._memory.load_state(self._snapshots.use(block), slot)
             self._lengths[seq_id] = computed
 
@@ -119,7 +119,7 @@ class StateSlots:
         """
         if not self._spec.num_snapshots:
             return num_tokens
-        stop = table.next_stop(computed, num_tokens, self._spec.block_size)
+        stop = table.next_stop(computed, num_tokens)
         return num_tokens if stop is None else min(num_tokens, stop - computed)
 
     def keep(self, batch: ScheduledBatch) -> None:
@@ -169,9 +169,9 @@ class StateSlots:
 
     def _take_snapshot(self, table: BlockTable) -> None:
         """Take a snapshot of a sequence's state, where one is likely to be used."""
-        seq_id, size = table.seq.seq_id, self._spec.block_size
-        index, rest = divmod(self._lengths[seq_id], size)
-        if self._spec.num_snapshots and not rest and table.is_resumable(index, size):
+        seq_id = table.seq.seq_id
+        index, rest = divmod(self._lengths[seq_id], table.block_size)
+        if self._spec.num_snapshots and not rest and table.is_resumable(index):
             block = table.found_as(index - 1)
             if block not in self._snapshots:
                 self._memory.save_state(self._slots[seq_id], self._snapshots.add(block))

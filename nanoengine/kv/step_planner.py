@@ -180,7 +180,7 @@ class StepPlanner:
         """Where the KV of the batch's tokens is stored, block by block."""
         row = 0
         for table, item in zip(step, batch.items, strict=True):
-            yield from table.writes(row, item.start, item.num_tokens, self._spec.block_size)
+            yield from table.writes(row, item.start, item.num_tokens)
             row += item.num_tokens
 
     def _place(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from nanoengine.config.engine import EngineConfig
 from nanoengine.config.model import AnyRecurrent, ModelConfig, ShortConvConfig
 from nanoengine.models.activations import XIELU_BYTES, XIELU_PIECE
 from nanoengine.models.architectures import ARCHITECTURES
@@ -17,62 +18,58 @@ BESIDE_DRAWS, DRAWN = 12, 32
 
 
 def activation_bytes(
-    config: ModelConfig,
-    num_tokens: int,
-    num_seqs: int,
-    num_sampled: int,
-    element_size: int,
-    in_c: bool,
+    model: ModelConfig, settings: EngineConfig, element_size: int, in_c: bool
 ) -> int:
     """Upper bound of a step's temporary memory in bytes, from shapes (for devices not profiled).
 
     Per token: residual stream and norm (fp32 and model dtype), the angles of its rotations, the
     inputs of all layers, and the largest of qkv + attention state, gate_up (of experts: with their
     rows, their results and the sum) beside qkv and its attention, and what a recurrent layer holds;
-    per row that samples, of which there are num_sampled, its logits and what sampling makes of
-    them; and what xIELU makes at once. in_c: as in memory_plan.ModelFacts.
+    per row that samples, its logits and what sampling makes of them; and what xIELU makes at once.
+    in_c: as in memory_plan.ModelFacts.
     """
-    shapes = [config.shape(layer) for layer in config.attention_layers]
-    heads = config.num_heads * max(shape.head_dim for shape in shapes)
+    num_tokens, num_sampled = settings.max_num_batched_tokens, settings.sampled_rows
+    shapes = [model.shape(layer) for layer in model.attention_layers]
+    heads = model.num_heads * max(shape.head_dim for shape in shapes)
     kv_heads = max(math.prod(shape.kv_heads) for shape in shapes)
-    stream = config.hidden_size * (3 * element_size + 8) + _angle_bytes(config)
+    stream = model.hidden_size * (3 * element_size + 8) + _angle_bytes(model)
     attention = (heads + 2 * kv_heads) * (2 * element_size + 8) + heads * (4 + element_size)
     inner_size = max(shape.intermediate_size for shape in shapes)
-    architecture, pieces = ARCHITECTURES[config.architecture], 0
+    architecture, pieces = ARCHITECTURES[model.architecture], 0
     inner = 4 if architecture.is_gated else 3  # what is as wide as an intermediate size
     feed_forward = inner_size * inner * element_size
     if architecture.activation == "xielu":
         pieces = min(num_tokens * inner_size, XIELU_PIECE) * XIELU_BYTES
-    if (experts := config.experts) is not None:
+    if (experts := model.experts) is not None:
         feed_forward = max(feed_forward, experts.shared_size * inner * element_size)
-        each = config.hidden_size * 2 + experts.inner_size * inner
-        sums = 8 * config.hidden_size + 16 * experts.count
+        each = model.hidden_size * 2 + experts.inner_size * inner
+        sums = 8 * model.hidden_size + 16 * experts.count
         feed_forward = max(feed_forward, experts.top_k * each * element_size + sums)
     feed_forward += 2 * (heads + kv_heads) * element_size
     logits = _logit_bytes(num_sampled, in_c)
     rule = states = 0
-    if (recurrent := config.recurrent) is not None:
+    if (recurrent := model.recurrent) is not None:
         rule, states = _recurrent_bytes(recurrent, element_size, in_c, feed_forward)
     # Inputs of all layers live as long as the step; their norm takes most while they are made.
-    inputs = config.num_layers * config.layer_input_size
+    inputs = model.num_layers * model.layer_input_size
     of_layer = inputs * element_size + max(attention, feed_forward, rule)
-    if config.attends_beside:
+    if model.attends_beside:
         of_layer += min(attention, rule)
     made = 3 * element_size if in_c else 4 * element_size + 8
     per_token = stream + max(inputs * made, of_layer)
-    if config.has_mtp:  # it has a residual stream of its own, of two vectors, and logits
-        per_token += config.hidden_size * 6 * element_size
+    if model.has_mtp:  # it has a residual stream of its own, of two vectors, and logits
+        per_token += model.hidden_size * 6 * element_size
         logits += 4 * num_sampled
-    of_rows = config.vocab_size * logits + num_seqs * states
+    of_rows = model.vocab_size * logits + settings.max_num_seqs * states
     return num_tokens * per_token + of_rows + pieces
 
 
-def _angle_bytes(config: ModelConfig) -> int:
+def _angle_bytes(model: ModelConfig) -> int:
     """Of a token: cosines and sines in fp32 for each kind of rotation."""
-    has_two = config.local_rope is not None
+    has_two = model.local_rope is not None
     kinds = {
-        (config.shape(layer).head_dim, has_two and config.attention.window(layer) is not None)
-        for layer in config.attention_layers
+        (model.shape(layer).head_dim, has_two and model.attention.window(layer) is not None)
+        for layer in model.attention_layers
     }
     return 4 * sum(head_dim for head_dim, _ in kinds)
 

@@ -121,9 +121,7 @@ def profiled_bytes(
     """
     if config.num_gpu_blocks or config.kv_cache_gib or not device.computes_later:
         return None
-    tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
-    sizes = tokens, seqs, config.sampled_rows, dtype.itemsize
-    estimated = activation_bytes(model, *sizes, in_c=False)
+    estimated = activation_bytes(model, config, dtype.itemsize, in_c=False)
     check_step_fits(config, estimated, device.memory()[0])
     batch = _largest_step(config)
     lengths = [item.num_tokens for item in batch.items]

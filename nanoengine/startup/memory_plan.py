@@ -39,25 +39,14 @@ STATE_SHARE = 0.25
 
 
 class Memory(Protocol):
-    """The part of a Device that is planned with; forecast.py has one of a machine elsewhere."""
+    """What is planned with of a Device; forecast.py has it of a machine elsewhere."""
 
     @property
-    def name(self) -> str:
-        """ "cpu" or "cuda"."""
-        ...
-
+    def name(self) -> str: ...
     @property
-    def computes_later(self) -> bool:
-        """Whether work goes on while the host prepares more."""
-        ...
-
-    def memory(self) -> tuple[int, int]:
-        """Free and total bytes."""
-        ...
-
-    def host_memory(self) -> int:
-        """Available bytes of host memory."""
-        ...
+    def computes_later(self) -> bool: ...
+    def memory(self) -> tuple[int, int]: ...
+    def host_memory(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +79,9 @@ def plan_memory(
 
     Raises OutOfMemoryError or ConfigError for settings that cannot be met.
     """
-    tokens = config.max_num_batched_tokens
-    activations = profiled_bytes
+    tokens, activations = config.max_num_batched_tokens, profiled_bytes
     if activations is None:
-        sizes = tokens, config.max_num_seqs, config.sampled_rows, facts.dtype.itemsize
-        activations = activation_bytes(model, *sizes, facts.in_c)
+        activations = activation_bytes(model, config, facts.dtype.itemsize, facts.in_c)
     spec = _kv_spec(config, model, device, facts.dtype, activations)
     if config.num_drafts:
         spec = replace(spec, drafts_from=drafts_from(facts.weight_bytes, spec.draft_bytes))
@@ -167,14 +154,15 @@ def _kv_spec(
         sources=tuple(own.index(model.shape(layer).source) for layer in model.attention_layers),
     )
     spec = _with_states(spec, device.memory()[0] - activations)
-    ring_slots, slot_blocks = 0, 0
     if streams(config, device.name):
-        spec = replace(spec, least_run_bytes=LEAST_RUN_BYTES)
-        ring_slots = config.ring_slots
         planned = GPU_SLOT_TOKENS if device.computes_later else CPU_SLOT_TOKENS
         slot_tokens = config.slot_tokens or planned
-        slot_blocks = max(1, slot_tokens // config.kvcache_block_size)
-    spec = replace(spec, ring_slots=ring_slots, slot_blocks=slot_blocks)
+        spec = replace(
+            spec,
+            ring_slots=config.ring_slots,
+            slot_blocks=max(1, slot_tokens // config.kvcache_block_size),
+            least_run_bytes=LEAST_RUN_BYTES,
+        )
     _check_asked(config, spec, device, activations)
     spec = replace(spec, num_blocks=_device_blocks(config, model, spec, device, activations))
     on_device = activations + spec.fixed_bytes + spec.num_blocks * spec.block_bytes
@@ -305,10 +293,8 @@ def _device_blocks(
     if config.kv_cache_gib is not None:
         _, budget = _asked_on_device(config, spec)
     elif device.name == "cpu":
-        half, beside_host = (
-            (free - activations - spec.state_bytes) // 2,
-            room - _asked_on_host(config),
-        )
+        half = (free - activations - spec.state_bytes) // 2
+        beside_host = room - _asked_on_host(config)
         budget = min(DEFAULT_CPU_KV_BYTES // ranks, half, beside_host, most)
     else:
         setting = "gpu_memory_utilization"

@@ -47,11 +47,9 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """The interface of the engine's ModelRunner."""
+    """The engine's ModelRunner, as far as start-up knows it."""
 
-    def run(self, batch: ScheduledBatch) -> list[int]:
-        """Run one forward pass; returns the sampled tokens in the order of the batch."""
-        ...
+    def run(self, batch: ScheduledBatch) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,48 +192,34 @@ def predict_speed(
     device: Device,
     link_speeds: Callable[[KVMemory], list[float]],
 ) -> tuple[MemoryPlan, DecodeCosts | None]:
-    """The plan with what was measured of decode steps, and their costs; None if nothing was.
+    """The plan with what was measured of decode steps, and their costs; None if nothing was, as
+    other programs use the processor or nobody wants it.
 
     link_speeds: GB/s of each rank's copies from host blocks into its ring, all at once.
     """
-    costs = None
+    spec, costs = plan.kv, None
     if config.measure_speed:
         logger.info(
             "measuring decode steps for about %.0f s (measure_speed=False leaves it out)", BUDGET_S
         )
-        plan, costs = _measured(plan, runner, kv, device, link_speeds)
+        num_blocks = min(spec.max_held_blocks, -(-plan.max_model_len // spec.block_size))
+        if kv.memory.offload is not None:
+            kv.memory.offload.host.segment(0, 0)  # the thread that allocates it is no other program
+        waiting = WaitingShare()
+        if not is_taken(waiting):
+            costs = measure_decode(runner, kv, device, num_blocks, waiting)
+        if costs is None:
+            plan = replace(plan, is_slowed=True)
+        else:
+            plan = replace(
+                plan,
+                link_gb_per_s=tuple(link_speeds(kv.memory)),
+                decode_tokens_per_s=costs.tokens_per_s(num_blocks, spec.num_blocks),
+                is_slowed=waiting.is_long(),
+            )
     kv.memory.allocate_rest()  # any earlier, this would disturb the timing
     kv.memory.poison_all()
-    return replace(plan, stream_blocks_per_step=stream_budget(config, plan.kv, costs)), costs
-
-
-def _measured(
-    plan: MemoryPlan,
-    runner: Runner,
-    kv: HybridKVCacheManager,
-    device: Device,
-    link_speeds: Callable[[KVMemory], list[float]],
-) -> tuple[MemoryPlan, DecodeCosts | None]:
-    """The plan with its speeds, and the costs of a decode step; without them if other programs use
-    the processor.
-    """
-    spec = plan.kv
-    num_blocks = min(spec.max_held_blocks, -(-plan.max_model_len // spec.block_size))
-    if kv.memory.offload is not None:
-        kv.memory.offload.host.segment(0, 0)  # the thread that allocates it is no other program
-    waiting = WaitingShare()
-    costs = None
-    if not is_taken(waiting):
-        costs = measure_decode(runner, kv, device, num_blocks, waiting)
-    if costs is None:
-        return replace(plan, is_slowed=True), None
-    predicted = replace(
-        plan,
-        link_gb_per_s=tuple(link_speeds(kv.memory)),
-        decode_tokens_per_s=costs.tokens_per_s(num_blocks, spec.num_blocks),
-        is_slowed=waiting.is_long(),
-    )
-    return predicted, costs
+    return replace(plan, stream_blocks_per_step=stream_budget(config, spec, costs)), costs
 
 
 def is_taken(waiting: WaitingShare) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -67,43 +67,36 @@ def main(channel: Channel, hello: Mapping[str, Any]) -> None:
         group.close()
 
 
+@dataclass(frozen=True, slots=True)
 class RankStart:
     """Carries out orders before there is KV memory."""
 
-    def __init__(
-        self,
-        parts: ComputeParts,
-        config: EngineConfig,
-        device: Device,
-        group: Group,
-        channel: Channel,
-    ) -> None:
-        self._parts = parts
-        self._config = config
-        self._device = device
-        self._group = group
-        self._channel = channel
+    parts: ComputeParts
+    config: EngineConfig
+    device: Device
+    group: Group
+    channel: Channel
 
     def do(self, order: Order, body: bytes) -> None:
         """Carry out one order."""
         match order:
             case Order.FREE:
-                self._channel.reply(json.dumps(self._device.memory()).encode())
+                self.channel.reply(json.dumps(self.device.memory()).encode())
             case Order.PROFILE:
-                self._device.peak_bytes_of(partial(self._profile, json.loads(body)))
+                self.device.peak_bytes_of(partial(self._profile, json.loads(body)))
             case Order.LOGITS:
-                _logits(self._parts, json.loads(body), self._device, self._group)
+                _logits(self.parts, json.loads(body), self.device, self.group)
             case _:
                 raise AssertionError(f"{order.name} needs the KV memory")
 
     def _profile(self, lengths: list[int]) -> None:
-        model, size = self._parts.model, self._config.kvcache_block_size
-        kv = ScratchKV(model.part, size, self._parts.facts.dtype, self._device, lengths)
+        model, size = self.parts.model, self.config.kvcache_block_size
+        kv = ScratchKV(model.part, size, self.parts.facts.dtype, self.device, lengths)
         num_tokens = sum(lengths)
         zeros = [0] * num_tokens
         rows = StepRows(zeros, zeros, [(num, num) for num in lengths])
-        attention = self._parts.attention
-        model.decoder.forward(ForwardContext.lay_out(rows, kv, attention, self._device.tensor))
+        attention = self.parts.attention
+        model.decoder.forward(ForwardContext.lay_out(rows, kv, attention, self.device.tensor))
 
 
 # Between START and STEP; whatever else comes then, the step does not.
@@ -135,6 +128,15 @@ class FollowingRank:
         self._device = device
         self._group = group
         self._channel = channel
+        self._of_memory: dict[Order, Callable[..., None]] = {
+            Order.COPY_BLOCK: memory.copy_block,
+            Order.SAVE_STATE: memory.save_state,
+            Order.LOAD_STATE: memory.load_state,
+            Order.COPY_STATE: memory.copy_state,
+            Order.POISON: memory.poison,
+            Order.POISON_ALL: memory.poison_all,
+            Order.ALLOCATE: memory.allocate_rest,
+        }
         self._run: TransferRun | None = None
         self._open: _OpenStep | None = None
 
@@ -155,24 +157,12 @@ class FollowingRank:
                 _logits(self._parts, json.loads(body), self._device, self._group)
             case Order.HEAD | Order.HEAD_DRAFT | Order.HEAD_LOGITS:
                 self._run_head(self._head, order, body)
-            case Order.COPY_BLOCK:
-                self._memory.copy_block(*json.loads(body))
-            case Order.SAVE_STATE:
-                self._memory.save_state(*json.loads(body))
-            case Order.LOAD_STATE:
-                self._memory.load_state(*json.loads(body))
-            case Order.COPY_STATE:
-                self._memory.copy_state(*json.loads(body))
-            case Order.POISON:
-                self._memory.poison(*json.loads(body))
-            case Order.POISON_ALL:
-                self._memory.poison_all()
-            case Order.ALLOCATE:
-                self._memory.allocate_rest()
             case Order.LINK_SPEED:
                 self._channel.reply(json.dumps(measure_copy(self._memory)).encode())
             case Order.MEMORY | Order.FREE | Order.PROFILE:
                 raise AssertionError("the KV memory is there")
+            case _:
+                self._of_memory[order](*json.loads(body))
 
     def _start(self, record: StepRecord) -> None:
         self._run = self._memory.start(record.plan.transfers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -28,20 +28,12 @@ Result = TypeVar("Result")
 
 
 class Leader(Protocol):
-    """Gives orders (leading_rank.LeadingRank)."""
+    """Gives the other ranks orders (leading_rank.LeadingRank)."""
 
     @property
-    def group(self) -> Group:
-        """The group of all ranks."""
-        ...
-
-    def lead(self, order: Order, body: bytes, work: Callable[[], Result]) -> Result:
-        """Tell the other ranks, and do this rank's part of it."""
-        ...
-
-    def step_replies(self) -> list[bytes]:
-        """What the other ranks said to the steps since the last call."""
-        ...
+    def group(self) -> Group: ...
+    def lead(self, order: Order, body: bytes, work: Callable[[], Result]) -> Result: ...
+    def step_replies(self) -> list[bytes]: ...
 
 
 class LeadingDecoder:
@@ -64,8 +56,9 @@ class LeadingDecoder:
         ctx = replace(ctx, kv=replace(kv, may_replay=may_replay))
         is_draft = kv.run is None and kv.memory.offload is not None
         order = Order.DRAFT if is_draft else Order.STEP
-        told = _Told(ctx, ctx.token_ids, may_replay)
-        return told.lead(self._leader, order, lambda: self._decoder.forward(ctx))
+        return _lead_pass(
+            self._leader, order, ctx, ctx.token_ids, may_replay, lambda: self._decoder.forward(ctx)
+        )
 
     def layers(self, ctx: ForwardContext) -> Generator[Tensor]:
         """As Decoder.layers, but all at once."""
@@ -91,8 +84,7 @@ class LeadingHead:
         def work() -> Tensor:
             return self._head(ctx, next_ids, self._leader.group.broadcast(given))
 
-        told = _Told(ctx, next_ids, may_replay=False)
-        return told.lead(self._leader, Order.HEAD_DRAFT, work)
+        return _lead_pass(self._leader, Order.HEAD_DRAFT, ctx, next_ids, False, work)
 
     def after_model(self, ctx: ForwardContext, next_ids: Tensor, x: Tensor) -> Tensor:
         """As MtpHead, over the step that runs: the others have its context, and x."""
@@ -107,31 +99,28 @@ class LeadingHead:
         return _logits(self._leader, Order.HEAD_LOGITS, self._head.logits, x)
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """What the other ranks are told of a pass; tokens that only the device knows follow by
-    broadcast.
-    """
+def _lead_pass(
+    leader: Leader,
+    order: Order,
+    ctx: ForwardContext,
+    token_ids: Tensor,
+    may_replay: bool,
+    work: Callable[[], Tensor],
+) -> Tensor:
+    """A pass on all ranks; tokens that only the device knows follow the order by broadcast."""
+    kv = ctx.kv
+    assert isinstance(kv, StepKV)
+    rows = token_ids, ctx.positions
+    is_known = not kv.memory.device.computes_later
+    tokens, positions = (tuple(each.tolist()) if is_known else () for each in rows)
+    record = StepRecord(kv.plan, tokens, positions, ctx.lengths, may_replay)
 
-    ctx: ForwardContext
-    token_ids: Tensor
-    may_replay: bool
+    def told_work() -> Tensor:
+        if not is_known:
+            leader.group.broadcast(torch.stack(rows))
+        return work()
 
-    def lead(self, leader: Leader, order: Order, work: Callable[[], Result]) -> Result:
-        """The pass on all ranks."""
-        ctx, kv = self.ctx, self.ctx.kv
-        assert isinstance(kv, StepKV)
-        rows = self.token_ids, ctx.positions
-        is_known = not kv.memory.device.computes_later
-        tokens, positions = (tuple(each.tolist()) if is_known else () for each in rows)
-        record = StepRecord(kv.plan, tokens, positions, ctx.lengths, self.may_replay)
-
-        def told_work() -> Result:
-            if not is_known:
-                leader.group.broadcast(torch.stack(rows))
-            return work()
-
-        return leader.lead(order, encode(record), told_work)
+    return leader.lead(order, encode(record), told_work)
 
 
 def _logits(leader: Leader, order: Order, head: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ class LeadingRank:
 
     @property
     def group(self) -> Group:
+        """The group of all ranks; there is none before `load`."""
         return self._joined[0]
 
     def load(self, device: Device) -> Parts:

@@ -8,7 +8,7 @@ import asyncio
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,9 @@ from nanoengine import LLM, AsyncLLM, EngineClosedError, SamplingParams
 from nanoengine.api import progress
 from nanoengine.api.block_map import RequestBlocks
 from nanoengine.api.stats import EngineStats
+from nanoengine.engine.output_processor import Totals
 from nanoengine.outputs import RequestMetrics
+from nanoengine.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SETTINGS = {"dtype": "float32", "num_threads": 1, "kvcache_block_size": 8, "device": "cpu"}
@@ -211,3 +213,24 @@ def test_a_bar_shows_how_much_of_the_prompts_is_read(
     assert shown[0][1:] == ("108", "") and shown[-1][1:] == ("100", "; in")
     assert [int(done) for done, *_ in shown] == sorted(int(done) for done, *_ in shown)
     assert all(0 < int(done) < int(total) for done, total, _ in shown)
+
+
+def test_requests_that_wait_are_not_looked_through(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server with thousands of them reads its metrics as fast as an idle one."""
+    with LLM(tiny("llama"), max_num_seqs=2, num_gpu_blocks=40, **SETTINGS) as llm:
+        for i in range(20):
+            llm.llm_engine.add_request([i + 3] * 8, GREEDY)
+        llm.llm_engine.step()
+        looked_at: list[object] = []
+        add = Totals.add
+
+        def noted(totals: Totals, seqs: Iterable[Sequence]) -> Totals:
+            looked_at.extend(seqs := [*seqs])
+            return add(totals, seqs)
+
+        monkeypatch.setattr(Totals, "add", noted)
+        stats = llm.stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_output_tokens) == (2, 18, 2)
+        assert len(looked_at) <= 3

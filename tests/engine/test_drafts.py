@@ -204,7 +204,8 @@ def test_nobody_drafts_by_default_elsewhere(
     engine = small_engine(tiny("llama"), **settings)
     assert not engine.plan.guesses and not engine.plan.kv.drafts_from
     engine.add_request(PROMPTS[0], PARAMS[0])
-    assert engine.scheduler.waiting[0].draft_length is None
+    (seq,) = engine.scheduler.waiting
+    assert seq.draft_length is None
     engine.close()
 
 

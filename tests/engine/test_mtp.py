@@ -285,7 +285,7 @@ def test_guesses_among_likely_tokens(heads: Any, monkeypatch: pytest.MonkeyPatch
     for name, value in {"NUM_RUNS": 3, "FREQUENT_RUNS": 0, "LEAST_TIMES": 1}.items():
         monkeypatch.setattr(draft_vocabulary, name, value)
     engine = small_engine(heads("qwen3.5"), speculative=f"mtp:{MOST}", **DEBUG)
-    sampler, counts = engine.runner.mtp._sampler, set()
+    sampler, counts = engine.runner.mtp.sampler, set()
     sample = sampler.sample
 
     def watched(logits: Tensor, *rest: Any) -> Tensor:

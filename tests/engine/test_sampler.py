@@ -10,10 +10,10 @@ import torch
 from marks import needs_compiler
 
 from nanoengine.engine.logprobs import score_tokens
-from nanoengine.engine.sampler import Sampler, SamplingOps, draw_key
+from nanoengine.engine.sampler import Sampler, draw_key
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.models.draw import exponentials
-from nanoengine.models.layer_ops import TorchOps
+from nanoengine.models.layer_ops import LayerOps, TorchOps
 from nanoengine.outputs import RequestMetrics
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import NO_TOKEN, Request, Sequence, TokenHistory
@@ -30,25 +30,25 @@ def sequence(
 
 
 @pytest.fixture(params=["torch", pytest.param("C", marks=needs_compiler)])
-def ops(request: pytest.FixtureRequest, build_folder: Path) -> SamplingOps:
+def ops(request: pytest.FixtureRequest, build_folder: Path) -> LayerOps:
     return TorchOps() if request.param == "torch" else CpuKernels.load(build_folder)
 
 
 def choose(
-    ops: SamplingOps, logits: torch.Tensor, seqs: list[Sequence], num_ahead: int = 0
+    ops: LayerOps, logits: torch.Tensor, seqs: list[Sequence], num_ahead: int = 0
 ) -> list[int]:
     """num_ahead: tokens that are not appended yet."""
     sampler = Sampler(ops, lambda x, dtype: torch.tensor(x, dtype=dtype))
     return sampler.sample(logits, seqs, [s.num_tokens + num_ahead for s in seqs]).tolist()
 
 
-def frequencies(ops: SamplingOps, params: SamplingParams) -> list[float]:
+def frequencies(ops: LayerOps, params: SamplingParams) -> list[float]:
     logits = torch.tensor([LOGITS]).expand(DRAWS, -1)
     tokens = choose(ops, logits, [sequence(params, seed) for seed in range(DRAWS)])
     return [tokens.count(token) / DRAWS for token in range(len(LOGITS))]
 
 
-def test_a_row_is_drawn_from_as_if_it_were_alone(ops: SamplingOps) -> None:
+def test_a_row_is_drawn_from_as_if_it_were_alone(ops: LayerOps) -> None:
     """However many there are."""
     logits = torch.randn(150, 40, generator=torch.Generator().manual_seed(0))
     kinds = [SamplingParams(top_p=0.8), SamplingParams(0.7, top_k=9), SamplingParams(min_p=0.1)]
@@ -86,13 +86,13 @@ CASES = {
 
 
 @pytest.mark.parametrize(("params", "expected"), CASES.values(), ids=CASES)
-def test_distribution(ops: SamplingOps, params: SamplingParams, expected: list[float]) -> None:
+def test_distribution(ops: LayerOps, params: SamplingParams, expected: list[float]) -> None:
     """Every frequency within five standard deviations, and nothing outside the kept set."""
     for seen, wanted in zip(frequencies(ops, params), expected, strict=True):
         assert abs(seen - wanted) <= 5 * math.sqrt(wanted * (1 - wanted) / DRAWS)
 
 
-def test_greedy_beside_sampled_rows(ops: SamplingOps) -> None:
+def test_greedy_beside_sampled_rows(ops: LayerOps) -> None:
     logits = torch.tensor([LOGITS, LOGITS[::-1], LOGITS])
     greedy = sequence(SamplingParams(temperature=0))
     tokens = choose(ops, logits, [greedy, greedy, sequence(SamplingParams(top_k=1))])
@@ -130,7 +130,7 @@ def halves_of(key: int) -> tuple[int, int]:
     return key >> 32, key & 0xFFFFFFFF
 
 
-def test_similar_rows_mostly_draw_the_same_token(ops: SamplingOps) -> None:
+def test_similar_rows_mostly_draw_the_same_token(ops: LayerOps) -> None:
     """Two rows with one key agree at least (1 - d) / (1 + d) of the time, if they are d apart. The
     inverse of the cumulative distribution would give 0.15, and this at least 0.74.
     """
@@ -144,7 +144,7 @@ def test_similar_rows_mostly_draw_the_same_token(ops: SamplingOps) -> None:
     assert agreed > (1 - distance) / (1 + distance) - 5 * math.sqrt(0.25 / len(seqs))
 
 
-def test_min_tokens_holds_stops_back(ops: SamplingOps) -> None:
+def test_min_tokens_holds_stops_back(ops: LayerOps) -> None:
     """The likeliest token is a stop: it may not come before min_tokens."""
     params = SamplingParams(temperature=0, min_tokens=2)
     for num_out, expected in ((0, 1), (1, 1), (2, 0)):
@@ -152,7 +152,7 @@ def test_min_tokens_holds_stops_back(ops: SamplingOps) -> None:
         assert choose(ops, torch.tensor([LOGITS]), [seq]) == [expected]
 
 
-def test_min_tokens_ends_in_time_beside_another_adjustment(ops: SamplingOps) -> None:
+def test_min_tokens_ends_in_time_beside_another_adjustment(ops: LayerOps) -> None:
     """A logit_bias adjusts every row, so min_tokens must know by itself when it is over."""
     params = SamplingParams(temperature=0, min_tokens=2, logit_bias={5: 0.5})
     for num_out, expected in ((1, 1), (2, 0), (3, 0)):
@@ -160,7 +160,7 @@ def test_min_tokens_ends_in_time_beside_another_adjustment(ops: SamplingOps) -> 
         assert choose(ops, torch.tensor([LOGITS]), [seq]) == [expected]
 
 
-def test_a_token_that_is_not_appended_yet_counts(ops: SamplingOps) -> None:
+def test_a_token_that_is_not_appended_yet_counts(ops: LayerOps) -> None:
     """Drawn ahead or in its turn: the same position, the same token; and min_tokens counts it."""
     logits = torch.tensor([LOGITS]).expand(200, -1)
     late = [sequence(SamplingParams(), seed, num_out=1) for seed in range(200)]
@@ -175,7 +175,7 @@ def test_a_token_that_is_not_appended_yet_counts(ops: SamplingOps) -> None:
     assert choose(ops, torch.tensor([LOGITS]), [seq], num_ahead=1) == [0]
 
 
-def test_what_parameters_name_is_made_a_tensor_once(ops: SamplingOps) -> None:
+def test_what_parameters_name_is_made_a_tensor_once(ops: LayerOps) -> None:
     """Thousands of ids would take milliseconds in every step."""
     sizes: list[int] = []
 
@@ -207,7 +207,7 @@ def test_what_parameters_name_is_made_a_tensor_once(ops: SamplingOps) -> None:
     assert max(sizes, default=0) <= 1, "completions of one prompt share them"
 
 
-def test_a_token_of_prompt_and_output_is_penalised_once(ops: SamplingOps) -> None:
+def test_a_token_of_prompt_and_output_is_penalised_once(ops: LayerOps) -> None:
     seq = sequence(SamplingParams(temperature=0, repetition_penalty=2.0))
     seq.history = TokenHistory(frozenset({0, 1}))
     seq.history.add(0)
@@ -217,7 +217,7 @@ def test_a_token_of_prompt_and_output_is_penalised_once(ops: SamplingOps) -> Non
     assert choose(ops, torch.tensor([[2.7, 1.0, 2.8]]), [seq]) == [2], "1.4 after a penalty; 1.35"
 
 
-def test_low_precision_rows_are_sampled_in_full_precision(ops: SamplingOps) -> None:
+def test_low_precision_rows_are_sampled_in_full_precision(ops: LayerOps) -> None:
     """bf16 logits with equal probabilities: no token is starved by rounding of the running sum."""
     vocab = 4096
     logits = torch.zeros(DRAWS, vocab, dtype=torch.bfloat16)
@@ -229,7 +229,7 @@ def test_low_precision_rows_are_sampled_in_full_precision(ops: SamplingOps) -> N
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_that_has_no_finite_largest_logit_gives_no_token(
-    ops: SamplingOps, bad: float, dtype: torch.dtype
+    ops: LayerOps, bad: float, dtype: torch.dtype
 ) -> None:
     logits = torch.tensor([LOGITS, LOGITS, [-torch.inf] * 5 + [1.0]], dtype=dtype)
     logits[1, 4] = bad
@@ -240,7 +240,7 @@ def test_a_row_that_has_no_finite_largest_logit_gives_no_token(
     assert choose(ops, logits[1:2], [sequence(only)]) == [NO_TOKEN]
 
 
-def test_a_row_without_any_token_left_gives_none(ops: SamplingOps) -> None:
+def test_a_row_without_any_token_left_gives_none(ops: LayerOps) -> None:
     assert choose(ops, torch.full((1, 6), -torch.inf), [sequence(SamplingParams())]) == [NO_TOKEN]
 
 

@@ -205,7 +205,7 @@ def watch_head(engine: LLMEngine, say: Say | None = None) -> list[tuple[int, int
     """(sequence, position, logits) of each guess from now on, which are finite. say: what is
     guessed instead.
     """
-    sampler, said = engine.runner.mtp._sampler, []
+    sampler, said = engine.runner.mtp.sampler, []
     sample = sampler.sample
 
     def watched(logits: Tensor, seqs: Sequence[EngineSequence], positions: Sequence[int]) -> Tensor:

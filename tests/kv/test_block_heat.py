@@ -26,7 +26,7 @@ class World:
         for seq_id, blocks in enumerate(tables):
             request = Request(SamplingParams(), 0, frozenset(), 99)
             seq = Sequence(seq_id, [1] * 9, 8, request, RequestMetrics(0.0), num_computed=8)
-            self.tables[seq_id] = BlockTable(seq, blocks)
+            self.tables[seq_id] = BlockTable(seq, 4, blocks)
 
     def begin(self, drafts: Adversary | None = DRAFTS, num_tokens: int = 1) -> None:
         """A step of all sequences; the last of them may draft."""

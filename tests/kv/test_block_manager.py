@@ -150,11 +150,12 @@ def test_a_block_whose_parent_is_gone_does_not_keep_the_next_one_from_being_foun
     assert manager.device.num_free == 5 - len(held)
 
 
-def test_reset_forgets_used_and_unused() -> None:
+def test_an_unpublished_block_stays_with_its_table() -> None:
     manager = BlockManager(3)
     a, b = published_chain(manager, [1], [2])
     manager.release(b)
-    manager.reset_cache()
+    manager.evict(b)
+    manager.unpublish(a)
     assert manager.find(None, key([1])) is None
     manager.check({a: 1})
     manager.release(a)

@@ -306,7 +306,7 @@ class Machine(RuleBasedStateMachine):
     def queue(self, prompt: list[int], num_tokens: int, salt: str) -> None:
         seq_id = self.engine.add(prompt, num_tokens, salt)
         self.asked[seq_id] = prompt, num_tokens, salt
-        self.histories.append(self.engine.scheduler.waiting[-1].token_ids)
+        self.histories.append(next(reversed(self.engine.scheduler.waiting)).token_ids)
         self.tally["requests"] += 1
 
     @precondition(lambda self: self.engine.scheduler.has_work)
@@ -381,7 +381,7 @@ class Machine(RuleBasedStateMachine):
         for _ in range(min(count, len(scheduler.running))):
             scheduler.preempt(scheduler.running[-1])
             if to_the_back:
-                scheduler.waiting.rotate(-1)
+                scheduler.waiting.move_to_end(next(iter(scheduler.waiting)))
             self.tally["preempted by force"] += 1
         while is_robbed and self.engine.kv._reclaim(besides=-1):
             pass

@@ -44,7 +44,7 @@ def plan_of(
     seq.num_computed = SIZE * len(blocks) - num_tokens
     planner = StepPlanner(spec, manager, lambda slot: (0, slot), StateSlots(spec, None, {}))
     batch = ScheduledBatch((ScheduledSequence(seq, num_tokens, guesses=guesses),))
-    return planner.plan(batch, {0: BlockTable(seq, blocks, is_preempted=False)}).plan
+    return planner.plan(batch, {0: BlockTable(seq, SIZE, blocks, is_preempted=False)}).plan
 
 
 def places(spec: KVSpec, *lengths: tuple[bool, int]) -> list[Location]:
@@ -105,7 +105,7 @@ def test_who_rests_drafts_over_what_the_step_leaves_it() -> None:
         request = Request(SamplingParams(), 0, frozenset(), 99)
         seq = Sequence(seq_id, [1] * num_known, 1, request, RequestMetrics(0.0))
         seq.num_computed = num_known - 1
-        return BlockTable(seq, [*blocks], is_preempted=False)
+        return BlockTable(seq, SIZE, [*blocks], is_preempted=False)
 
     copied = [
         Block(i, num_tokens=SIZE, host_slot=manager.host.allocate(), host_len=SIZE) for i in (0, 1)
