@@ -91,13 +91,13 @@ class PieceReader(ABC):
         return True
 
     def word(self, ends: re.Pattern[str], most: int) -> Steps[str]:
-        """Take what comes before `ends`, without the spaces behind it; all, if that is over `most`
-        characters or the text ends.
+        """Take what comes before `ends`, without the spaces behind it; `most` characters, or all,
+        where none of them is one.
         """
         start = 0
-        while (found := ends.search(self.left, start)) is None:
-            start = len(self.left)
-            if self.has_ended or start > most:
+        while (found := ends.search(self.left, start, most)) is None:
+            start = min(len(self.left), most)
+            if self.has_ended or start == most:
                 break
             yield None
         return self.take(start if found is None else found.start()).rstrip()
