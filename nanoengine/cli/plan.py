@@ -269,20 +269,22 @@ def _bars(made: Any, hardware: Any) -> list[Bar]:
     several. RAM is that of all ranks.
     """
     memory, kv = made.plan, made.plan.kv
-    ranks = memory.ranks
     label = _kv_label(kv.num_blocks * kv.block_size)
+    host = memory.host_parts(_kv_label(kv.num_host_blocks * kv.block_size))
     if not hardware.gpu_bytes:
-        parts = [
-            replace(part, num_bytes=part.num_bytes * ranks) for part in memory.device_parts(label)
-        ]
-        parts[0] = replace(parts[0], num_bytes=sum(made.weights))
-        return [Bar("RAM", hardware.ram_bytes, tuple(parts))]
+        *_, snapshots = host
+        _, *parts = _of_ranks((*memory.device_parts(label), snapshots), memory.ranks)
+        weights = Part("W", "weights", "weights", sum(made.weights))
+        return [Bar("RAM", hardware.ram_bytes, (weights, *parts))]
     on_gpu = replace(memory, weight_bytes=max(made.weights)).device_parts(label)
     kept = Part("x", "reserved", "kept back", made.reserved_bytes)
-    label = _kv_label(kv.num_host_blocks * kv.block_size)
-    host = Part("K", "kv", label, ranks * kv.num_host_blocks * kv.host_block_bytes)
     gpu = Bar("GPU", hardware.gpu_bytes, (*on_gpu, kept))
-    return [gpu, Bar("RAM", hardware.ram_bytes, (host,))]
+    return [gpu, Bar("RAM", hardware.ram_bytes, _of_ranks(host, memory.ranks))]
+
+
+def _of_ranks(parts: tuple[Part, ...], ranks: int) -> tuple[Part, ...]:
+    """Parts of one rank as those of all."""
+    return tuple(replace(part, num_bytes=part.num_bytes * ranks) for part in parts)
 
 
 def _kv_label(num_tokens: int) -> str:

@@ -180,7 +180,7 @@ typedef struct {
     int64_t first, last, column; /* groups of k; the first output's place in the panel */
     const char *x;               /* at k = 0 */
     int64_t x_stride;
-    const float *row_sums;       /* of sum_rows, where groups have a minimum */
+    const float *row_sums;       /* of sum_rows, from group `first` on, where groups have a minimum */
     int64_t row_sums_stride;
     const float *scales;         /* of unpack_scales, from group `first` on; for SUM_ROWS rows alone */
 } summed_t;
@@ -202,7 +202,7 @@ INLINE void fold_in(const sums_t *s, const summed_t *p, int64_t group, const int
         UNROLL for (int r = 0; r < rows; r++) {
             float *sum = acc + r * PANEL + v * LANES;
             vf y = fused(d, s->of[r][v], load(sum));
-            if (has_minimum(format)) y = fused(m, splat(p->row_sums[r * p->row_sums_stride + group]), y);
+            if (has_minimum(format)) y = fused(m, splat(p->row_sums[r * p->row_sums_stride + group - p->first]), y);
             store(sum, y);
         }
     }

@@ -52,7 +52,7 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
         const int is_whole = LANES == 16 && half % 2 == 0 && half + 1 < halves && u + 1 < end;
         const int64_t rows = min64(block_rows, c->rows - row);
         const int columns = is_whole ? PANEL : HALF;
-        if (sums_codes(c->w) && row != summed_row) sum_groups(c, summed_row = row, rows, &scratch);
+        if (sums_codes(c->w) && row != summed_row) sum_all_groups(c, summed_row = row, rows, &scratch);
         /* one row of half a panel has no function of its own */
         const int is_few = rows <= most_few(c->w->format) && (is_whole || rows % 2 == 0 || LANES < 16);
         if (sums_codes(c->w)) multiply_code_sums(c, row, rows, half * HALF, columns, &scratch);
@@ -69,7 +69,7 @@ static int64_t choose_block_rows(const weight_t *w, int64_t rows, int64_t halves
     const int64_t chunk = w->format == BF12 ? CHUNK_BLOCKS * BLOCK12_WORDS : CHUNK;
     int64_t block = BLOCK_BYTES / (4 * min64(words_of(w), chunk));
     block = min64(w->is_rounded ? ROUNDED_ROWS : BLOCK_ROWS, max64(block, 4 * ROWS));
-    if (sums_codes(w)) block = min64(block, max64(most_summed_rows(w) / ROWS * ROWS, 1));
+    if (sums_codes(w)) block = min64(block, most_summed_rows(w) / ROWS * ROWS);
     if (w->is_tiled) {
         const int is_one_chunk = w->k <= CHUNK_STEPS * TILE_K;
         block = is_one_chunk && rows >= 2 * TILED_BLOCK * threads ? 2 * TILED_BLOCK : TILED_BLOCK;

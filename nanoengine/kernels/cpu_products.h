@@ -140,25 +140,39 @@ INLINE int64_t most_few(int64_t format) {
 }
 
 #if HAVE_PAIRS && MODE == BF16_PAIRS
-/* Rows whose groups' sums have room beside the scales of GROUPS_AT_ONCE. */
-INLINE int64_t most_summed_rows(const weight_t *w) {
-    const int64_t room = (int64_t)sizeof((scratch_t *)0)->numbers / 4 - GROUPS_AT_ONCE * SCALES;
-    return room / groups_in_vectors(w->k / GROUP);
+/* Sums of groups that have room beside the scales of GROUPS_AT_ONCE. */
+enum { SUMS_ROOM = MANY_GROUPS * GROUP * PANEL - GROUPS_AT_ONCE * SCALES };
+
+/* Groups of a row whose sums are there at a time: all, or where a row is too wide, those that scales are of. */
+INLINE int64_t groups_summed(const weight_t *w) {
+    const int64_t all = groups_in_vectors(w->k / GROUP);
+    return SUM_ROWS * all <= SUMS_ROOM ? all : GROUPS_AT_ONCE;
+}
+INLINE int64_t most_summed_rows(const weight_t *w) { return SUMS_ROOM / groups_summed(w); }
+
+/* The sums of the rows' groups [first, last), where the format has minimums. */
+static void sum_groups(const call_t *c, int64_t row, int64_t rows, int64_t first, int64_t last, scratch_t *scratch) {
+    if (has_minimum((int)c->w->format))
+        sum_rows(c->x + row * c->x_stride + first * 2 * GROUP, c->x_stride, rows, last - first,
+                 (float *)scratch->numbers);
 }
 
 /* As multiply_block, of such a weight. scratch->numbers has the sums of the rows' groups, at its end room for scales. */
 static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
                                scratch_t *scratch) {
     const weight_t *w = c->w;
-    const int64_t groups = w->k / GROUP, stride = groups_in_vectors(groups);
-    float *scales = (float *)scratch->numbers + sizeof scratch->numbers / 4 - GROUPS_AT_ONCE * SCALES;
+    const int64_t groups = w->k / GROUP;
+    const int is_wide = groups_summed(w) < groups;
+    float *scales = (float *)scratch->numbers + SUMS_ROOM;
     const char *panel = panel_of(w, column);
     for (int64_t first = 0, last; first < groups; first = last) {
         last = min64(first + GROUPS_AT_ONCE, groups);
+        const int64_t skipped = is_wide ? 0 : first, stride = groups_in_vectors(is_wide ? last - first : groups);
+        if (is_wide) sum_groups(c, row, rows, first, last, scratch);
         if (rows >= SUM_ROWS) SCALE_UNPACKERS[w->format](panel, first, last, scales);
         for (int64_t r = 0, n; r < rows; r += n) {
             const summed_t p = {panel, first, last, column % PANEL, c->x + (row + r) * c->x_stride, c->x_stride,
-                                (const float *)scratch->numbers + r * stride, stride, scales};
+                                (const float *)scratch->numbers + r * stride + skipped, stride, scales};
             float *acc = scratch->acc + r * PANEL;
             n = multiply_summed(&p, rows - r, columns, acc, (int)w->format);
             if (last == groups) finish_rows(c, row + r, (int)n, column, columns, acc, PANEL);
@@ -166,10 +180,10 @@ static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64
     }
 }
 
-/* Before it: the sums of the rows' groups, where the format has minimums. */
-static void sum_groups(const call_t *c, int64_t row, int64_t rows, scratch_t *scratch) {
-    if (has_minimum((int)c->w->format))
-        sum_rows(c->x + row * c->x_stride, c->x_stride, rows, c->w->k / GROUP, (float *)scratch->numbers);
+/* Before it: the sums of all groups, where they have room. */
+static void sum_all_groups(const call_t *c, int64_t row, int64_t rows, scratch_t *scratch) {
+    const int64_t groups = c->w->k / GROUP;
+    if (groups_summed(c->w) >= groups) sum_groups(c, row, rows, 0, groups, scratch);
 }
 #else
 INLINE int64_t most_summed_rows(const weight_t *w) { return w->k; }
@@ -177,7 +191,7 @@ static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64
                                scratch_t *scratch) {
     (void)c, (void)row, (void)rows, (void)column, (void)columns, (void)scratch;
 }
-static void sum_groups(const call_t *c, int64_t row, int64_t rows, scratch_t *scratch) {
+static void sum_all_groups(const call_t *c, int64_t row, int64_t rows, scratch_t *scratch) {
     (void)c, (void)row, (void)rows, (void)scratch;
 }
 #endif

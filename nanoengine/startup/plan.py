@@ -97,13 +97,12 @@ class MemoryPlan:
 
     def bars(self) -> list[Bar]:
         """What takes which memory."""
-        kv = self.kv
-        host = Part("K", "kv", self.tiers[1], kv.num_host_blocks * kv.host_block_bytes)
+        host = self.host_parts(self.tiers[1])
         reserved = Part("x", "reserved", "CUDA and other programs", self.reserved_bytes)
         parts = (*self.device_parts(self.tiers[0]), reserved)
         if not self.has_gpu:
-            return [Bar("RAM", self.device_bytes, (*parts, host))]
-        return [Bar("GPU", self.device_bytes, parts), Bar("RAM", self.ram_bytes, (host,))]
+            return [Bar("RAM", self.device_bytes, (*parts, *host))]
+        return [Bar("GPU", self.device_bytes, parts), Bar("RAM", self.ram_bytes, host)]
 
     def device_parts(self, kv_label: str) -> tuple[Part, ...]:
         """What the engine takes of the device. kv_label: what the bar calls the KV there."""
@@ -114,6 +113,14 @@ class MemoryPlan:
             Part("K", "kv", kv_label, kv.num_blocks * kv.block_bytes),
             Part("R", "ring", "buffer", kv.ring_bytes),
             Part("H", "states", "recurrent states", kv.state_bytes),
+        )
+
+    def host_parts(self, kv_label: str) -> tuple[Part, ...]:
+        """What the engine takes of the RAM beside a device. kv_label: as of `device_parts`."""
+        kv = self.kv
+        return (
+            Part("K", "kv", kv_label, kv.num_host_blocks * kv.host_block_bytes),
+            Part("N", "snapshots", "snapshots of states", kv.num_snapshots * kv.bytes_of_a_state),
         )
 
     def _repr_html_(self) -> str:
@@ -240,10 +247,11 @@ def _states(kv: KVSpec) -> str:
     assert kv.recurrent is not None
     each = f"{kv.bytes_of_a_state / (1 << 20):.1f} MiB"
     kept = f", {each} more beside guesses" if kv.keeps_states else ""
+    snapshots = fine_gib(kv.num_snapshots * kv.bytes_of_a_state)
     return (
         f"{len(kv.recurrent.layers)} layers have a state, {kv.num_layers} KV; states take {each} "
-        f"for each request at once{kept}; {kv.num_snapshots} snapshots in RAM for cached prefixes "
-        "and preempted requests; no resident drafts"
+        f"for each request at once{kept}; {kv.num_snapshots} snapshots, {snapshots} of RAM, for "
+        "cached prefixes and preempted requests; no resident drafts"
     )
 
 

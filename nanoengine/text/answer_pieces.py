@@ -103,6 +103,8 @@ class PieceReader(ABC):
                 return None
             start = max(0, len(self.left) - MAX_END)
             yield None
+        if found.start() > most:
+            return None
         taken = self.take(found.start())
         self.take(found.end() - found.start())
         return taken

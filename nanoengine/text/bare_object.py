@@ -92,11 +92,11 @@ def inside(text: str) -> str:
 
 
 def word(reader: PieceReader, ends: re.Pattern[str], is_key: bool) -> Steps[str]:
-    """Take a key or a value without quotes, up to `ends`, and return it as JSON: a key as a text, a
-    value as what JSON or Python reads, or else as a text.
+    """Take a key or a value without quotes, up to `ends` or of MAX_WORD characters, and return it
+    as JSON: a key as a text, a value as what JSON or Python reads, or else as a text.
     """
     found = yield from reader.before(ends, MAX_WORD)
-    text = (reader.take(len(reader.left)) if found is None else found).rstrip()
+    text = (reader.take(MAX_WORD) if found is None else found).rstrip()
     value: Any = text
     if not is_key:
         with suppress(ValueError):

@@ -261,8 +261,19 @@ def test_bytes_are_those_of_the_loaded_model(
             "kv": kv.num_blocks * kv.block_bytes,
             "ring": 0,
             "states": 0,
+            "snapshots": 0,
         }
         assert llm.plan.max_model_len == row["context"]
+
+
+@pytest.mark.parametrize(("gpu", "ranks"), [("0", 1), ("0", 2), ("1", 1)])
+def test_snapshots_of_states_are_in_the_bar_of_the_ram(
+    tiny: Callable[[str], Path], capsys: pytest.CaptureFixture[str], gpu: str, ranks: int
+) -> None:
+    """Of all ranks: a sixteenth of the RAM, less what is no whole snapshot."""
+    flags = ["--gpu-gib", gpu, "--ram-gib", "1", "--tensor-parallel-size", str(ranks)]
+    row = plan(capsys, tiny("falcon-h1"), *flags, "--dtype", "bfloat16")
+    assert 0.9 < row["memory"]["RAM"]["snapshots"] / (1 << 26) <= 1
 
 
 def test_of_experts_a_token_reads_those_it_goes_to(

@@ -115,6 +115,20 @@ def test_a_product_has_the_bits_of_one_of_numbers(packer, name):
             assert same_bits(coded.in_float(x[first:last]), want[first:last]), (first, last)
 
 
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_K"])
+def test_rows_may_be_wider_than_sums_of_all_their_groups(packer, name):
+    """Of formats with minimums, which take such sums; of rows alone and of several."""
+    weight = random_weight(name, 40, 1 << 17, packer.dtype)
+    coded, x = packer.pack(weight), normal(packer, 13, 1 << 17)
+    numbers = replace(weight, dtype=F32).numbers().double()
+    made = coded.in_float(x)
+    near = (made - x.double() @ numbers.T).abs() <= size_of_terms(name, weight, x) * 2**-20
+    assert near.all() or not sums_codes(packer, name)
+    assert all(
+        same_bits(coded.in_float(x[r : r + n]), made[r : r + n]) for r, n in ((0, 1), (3, 7))
+    )
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_that_picks_an_input_gives_its_weight(packer, name):
     """In float32, bit for bit. If codes are summed, the file's own; else as it was rounded."""

@@ -296,8 +296,13 @@ def test_snapshots_of_states_take_no_more_than_is_left(
 ) -> None:
     """Of the host's memory, in GiB; all of it, if they may have so much."""
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
-    kv = plan(machine, read_model_config(tmp_path), **settings).kv
+    made = plan(machine, read_model_config(tmp_path), **settings)
+    kv = made.kv
     assert kv.num_snapshots == int(most * GIB) // kv.bytes_of_a_state
+    (part,) = (each for each in made.bars()[-1].parts if each.key == "snapshots")
+    assert made.bars()[-1].name == "RAM"
+    assert part.num_bytes == kv.num_snapshots * kv.bytes_of_a_state
+    assert f"{kv.num_snapshots} snapshots, {part.num_bytes / GIB:.3f} GiB of RAM" in str(made)
 
 
 def test_on_a_cpu_what_is_planned_gives_way_to_what_is_asked_for() -> None:

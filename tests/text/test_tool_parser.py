@@ -205,6 +205,18 @@ def test_how_an_answer_is_cut_changes_nothing(row: Any, cuts: list[int]) -> None
     assert names == sorted(set(names))  # once each, in order
 
 
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [("gemma4", "<|tool_call>call:weather{days:"), ("lfm2", f"{LFM2}[weather(days=")],
+)
+def test_a_word_that_is_too_long_ends_in_one_place(name: str, before: str) -> None:
+    """One without quotes, wherever the text is cut."""
+    text = before + "1" * 5000 + "})"
+    pieces = parted(parser(name), text, [])
+    for step in (1, 50, 3000):
+        assert parted(parser(name), text, list(range(0, len(text), step))) == pieces
+
+
 OPTIONAL: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 # The schema of an argument, what the model wrote, and the value.
 VALUES: list[tuple[Any, str, Any]] = [
