@@ -81,6 +81,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     name, wrapper = _architecture(content)
     architecture, reads = ARCHITECTURES[name], ARCHITECTURES[name].reads
     _complete(content, architecture)
+    codes = _codes(content, architecture)
     num_heads = content.size("num_attention_heads")
     hidden_size, vocab_size = content.size("hidden_size"), content.size("vocab_size")
     mixers, num_layers = _layers(content, architecture)
@@ -120,7 +121,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         experts=read_experts(content, architecture.experts, num_layers, mixers),
         shapes=shapes,
         layer_input_size=_layer_input_size(content, architecture, vocab_size),
-        codes=_codes(content, architecture),
+        codes=codes,
         left_out=read_left_out(content.get("quantization_config")),
         stored_dtype=str(content.get("dtype") or content.get("torch_dtype") or ""),
         latent=latent,

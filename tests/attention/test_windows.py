@@ -262,9 +262,9 @@ def test_preempted_beyond_the_window(
     """Answers outgrow the pool; who lost a block, having left others, begins anew."""
     path, left, keep_first = tiny("mistral-window"), [], BlockTable.keep_first
 
-    def recorded(table: BlockTable, num_kept: int, size: int) -> list[Block]:
+    def recorded(table: BlockTable, num_kept: int) -> list[Block]:
         left.append(table.num_released)
-        return keep_first(table, num_kept, size)
+        return keep_first(table, num_kept)
 
     monkeypatch.setattr(BlockTable, "keep_first", recorded)
     for prefix_cache in (True, False):

@@ -20,7 +20,7 @@ from tiny_model import COMMON
 
 from nanoengine.config.model import ModelConfig, RecurrentConfig
 from nanoengine.errors import ConfigError, CorruptModelError, UnsupportedModelError
-from nanoengine.kernels.cpu_linear import CpuLinear
+from nanoengine.kernels import cpu_ops
 from nanoengine.loading.loader import open_checkpoint
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.shard import Shard
@@ -34,9 +34,9 @@ PROMPTS = [[*range(5, 45)], [7, 8]]
 @pytest.mark.usefixtures("our_products")
 def test_what_follows_attention_stays_one_call(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    fused = CpuLinear.after_attention
+    fused = cpu_ops.PackedAfterAttention
     monkeypatch.setattr(
-        CpuLinear, "after_attention", lambda *parts: made.append(parts) or fused(*parts)
+        cpu_ops, "PackedAfterAttention", lambda *parts: made.append(parts) or fused(*parts)
     )
     small_engine(tiny("falcon-h1")).close()
     assert len(made) == NUM_LAYERS

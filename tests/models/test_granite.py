@@ -20,7 +20,7 @@ from tiny_models import TINY
 
 from nanoengine.config.model import ExpertsConfig, Factors, RecurrentConfig
 from nanoengine.errors import ConfigError, CorruptModelError, UnsupportedModelError
-from nanoengine.kernels.cpu_linear import CpuLinear
+from nanoengine.kernels import cpu_ops
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.shard import Shard
 
@@ -31,9 +31,9 @@ def test_sums_stay_fused_with_products(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    fused = CpuLinear.after_attention
+    fused = cpu_ops.PackedAfterAttention
     monkeypatch.setattr(
-        CpuLinear, "after_attention", lambda *parts: made.append(parts) or fused(*parts)
+        cpu_ops, "PackedAfterAttention", lambda *parts: made.append(parts) or fused(*parts)
     )
     small_engine(tiny("granite")).close()
     assert len(made) == COMMON["num_hidden_layers"]
