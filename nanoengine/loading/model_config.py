@@ -86,8 +86,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     hidden_size, vocab_size = content.size("hidden_size"), content.size("vocab_size")
     mixers, num_layers = _layers(content, architecture)
     latent = read_latent(content, num_heads) if architecture.latent else None
-    usual = max(hidden_size // num_heads, 1)
-    head_dim = latent.row_dim if latent else content.size("head_dim", usual)
+    head_dim = latent.row_dim if latent else _head_dim(content, hidden_size // num_heads)
     windows = layer_windows(name, content.values, num_layers, content.path)
     of_layers = windows or (None,) * num_layers
     shapes = read_shapes(content, of_layers) if architecture.shapes_by_layer else ()
@@ -146,6 +145,10 @@ def _inner_size(content: CheckedJson, architecture: Architecture) -> int:
     if ADJUSTS in architecture.reads:
         return read_adjusted_size(content)
     return read_inner_size(content, architecture)
+
+
+def _head_dim(content: CheckedJson, usual: int) -> int:
+    return content.size("head_dim", max(usual, 1))
 
 
 def _query_scalar(
