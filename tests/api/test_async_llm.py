@@ -531,8 +531,10 @@ def test_what_ends_within_a_call_reaches_its_caller(shared: AsyncLLM, plain: LLM
 
     async def work() -> list[Any]:
         holding = asyncio.create_task(shared.call(hold))
+        while not is_held.is_set():
+            await asyncio.sleep(0.001)
         beside = [asyncio.create_task(last(shared, prompt)) for prompt in ("short", "another")]
-        while not is_held.is_set() or len(shared._engine._posted) < 2:
+        while len(shared._engine._posted) < 2:
             await asyncio.sleep(0.001)
         generating = shared.call(lambda llm: llm.generate("long", LONG, use_tqdm=False))
         calling = asyncio.create_task(generating)
