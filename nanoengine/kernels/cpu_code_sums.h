@@ -182,17 +182,18 @@ typedef struct {
     int64_t x_stride;
     const float *row_sums;       /* of sum_rows, from group `first` on, where groups have a minimum */
     int64_t row_sums_stride;
-    const float *scales;         /* of unpack_scales, from group `first` on; for SUM_ROWS rows alone */
+    const float *scales;         /* of unpack_scales, from group `first` on; NULL of fewer than SUM_ROWS */
 } summed_t;
 
-/* acc[r][v] += d s[r][v], and where there is a minimum m, m times the sum of the row's values in the group. */
-INLINE void fold_in(const sums_t *s, const summed_t *p, int64_t group, const int fold, float *acc, const int rows,
+/* out[r][v] += d s[r][v], and where there is a minimum m, m times the sum of the row's values in the group. */
+INLINE void fold_in(const sums_t *s, const summed_t *p, int64_t group, const int fold, sums_t *out, const int rows,
                     const int vecs, const int format) {
     const int64_t per_block = FORMAT[format].weights / GROUP;
-    const float *ready = p->scales + (group - p->first) * SCALES + p->column;
+    const int is_ready = rows == SUM_ROWS || (rows == 4 && p->scales);
     UNROLL for (int v = 0; v < vecs; v++) {
         vf d, m = {0};
-        if (rows == SUM_ROWS) {
+        if (is_ready) {
+            const float *ready = p->scales + (group - p->first) * SCALES + p->column;
             d = load(ready + fold * PANEL + v * LANES), m = load(ready + PANEL + v * LANES);
         } else {
             const block_t b = block_at(p->panel, group / per_block, p->column + v * LANES, format);
@@ -200,10 +201,9 @@ INLINE void fold_in(const sums_t *s, const summed_t *p, int64_t group, const int
             d = scales.d[fold], m = scales.m[0];
         }
         UNROLL for (int r = 0; r < rows; r++) {
-            float *sum = acc + r * PANEL + v * LANES;
-            vf y = fused(d, s->of[r][v], load(sum));
-            if (has_minimum(format)) y = fused(m, splat(p->row_sums[r * p->row_sums_stride + group - p->first]), y);
-            store(sum, y);
+            const float *row_sum = p->row_sums + r * p->row_sums_stride + group - p->first;
+            out->of[r][v] = fused(d, s->of[r][v], out->of[r][v]);
+            if (has_minimum(format)) out->of[r][v] = fused(m, splat(*row_sum), out->of[r][v]);
         }
     }
 }
@@ -215,8 +215,9 @@ INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const i
     const int64_t x_stride = p->x_stride;
     const numbers_t numbers = numbers_of(format);
     const char *x = p->x + p->first * 2 * GROUP, *next = p->panel + p->first * group_bytes(format) + CODES_AHEAD;
-    for (int r = 0; r < rows && p->first == 0; r++)
-        UNROLL for (int v = 0; v < vecs; v++) store(acc + r * PANEL + v * LANES, (vf){0});
+    sums_t out;
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vecs; v++) out.of[r][v] = p->first ? load(acc + r * PANEL + v * LANES) : (vf){0};
     for (int64_t group = p->first; group < p->last; group++, x += 2 * GROUP) {
         const char *words = p->panel + sums_at(group, format) + 4 * p->column;
         UNROLL for (int fold = 0; fold < folds; fold++) {
@@ -230,9 +231,11 @@ INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const i
             }
             UNROLL for (int i = bits * in_word; i < GROUP_PAIRS && last == bits; i++)
                 add_pair(words, x, x_stride, i, numbers, &s, rows, vecs, format);
-            fold_in(&s, p, group, fold, acc, rows, vecs, format);
+            fold_in(&s, p, group, fold, &out, rows, vecs, format);
         }
     }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vecs; v++) store(acc + r * PANEL + v * LANES, out.of[r][v]);
 }
 
 typedef void multiply_sums_t(const summed_t *, float *);
@@ -245,13 +248,11 @@ typedef void multiply_sums_t(const summed_t *, float *);
         unpack_scales(panel, first, last, out, format);                                             \
     }                                                                                               \
     MULTIPLY_SUMS(format, 1, 32) MULTIPLY_SUMS(format, 2, 32) MULTIPLY_SUMS(format, 4, 32)          \
-    MULTIPLY_SUMS(format, 6, 32) MULTIPLY_SUMS(format, 1, 64) MULTIPLY_SUMS(format, 2, 64)          \
-    MULTIPLY_SUMS(format, 4, 64) MULTIPLY_SUMS(format, 6, 64)
+    MULTIPLY_SUMS(format, 6, 32) MULTIPLY_SUMS(format, 1, 64) MULTIPLY_SUMS(format, 2, 64)
 #define LIST_SUMS(format)                                                                           \
     [format] = {[1] = {sum_##format##_1_32, sum_##format##_1_64},                                   \
                 [2] = {sum_##format##_2_32, sum_##format##_2_64},                                   \
-                [4] = {sum_##format##_4_32, sum_##format##_4_64},                                   \
-                [6] = {sum_##format##_6_32, sum_##format##_6_64}},
+                [4] = {sum_##format##_4_32}, [6] = {sum_##format##_6_32}},
 #if WITH_CODES
 #define EACH_SUMMED(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K)
 #else
@@ -265,10 +266,14 @@ typedef void unpack_scales_t(const char *, int64_t, int64_t, float *);
 #define LIST_SCALES(format) [format] = unpack_scales_##format,
 static unpack_scales_t *const SCALE_UNPACKERS[FORMATS] = {EACH_SUMMED(LIST_SCALES)};
 
-/* acc[r] += x[r] . w of 1 to SUM_ROWS rows of half a panel or a whole one; returns how many it took of `rows`. */
+/* acc[r] += x[r] . w of 1 to SUM_ROWS rows of half a panel or a whole one; returns how many it took of `rows`. More
+ * than two rows meet half a panel at a time: so their outputs stay in registers. 8 rows are 4 and 4. */
 static int64_t multiply_summed(const summed_t *p, int64_t rows, int columns, float *acc, int format) {
-    const int64_t n = rows >= 6 ? 6 : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
-    SUM_MULTIPLIERS[format][n][columns == PANEL](p, acc);
+    const int64_t n = rows >= 6 && rows != 8 ? 6 : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
+    const int width = n <= 2 ? columns : PANEL / 2;
+    summed_t part = *p;
+    for (int at = 0; at < columns; at += width, part.column += width)
+        SUM_MULTIPLIERS[format][n][width == PANEL](&part, acc + at);
     return n;
 }
 #endif

@@ -163,13 +163,13 @@ static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64
     const weight_t *w = c->w;
     const int64_t groups = w->k / GROUP;
     const int is_wide = groups_summed(w) < groups;
-    float *scales = (float *)scratch->numbers + SUMS_ROOM;
+    float *scales = rows >= SUM_ROWS ? (float *)scratch->numbers + SUMS_ROOM : NULL;
     const char *panel = panel_of(w, column);
     for (int64_t first = 0, last; first < groups; first = last) {
         last = min64(first + GROUPS_AT_ONCE, groups);
         const int64_t skipped = is_wide ? 0 : first, stride = groups_in_vectors(is_wide ? last - first : groups);
         if (is_wide) sum_groups(c, row, rows, first, last, scratch);
-        if (rows >= SUM_ROWS) SCALE_UNPACKERS[w->format](panel, first, last, scales);
+        if (scales) SCALE_UNPACKERS[w->format](panel, first, last, scales);
         for (int64_t r = 0, n; r < rows; r += n) {
             const summed_t p = {panel, first, last, column % PANEL, c->x + (row + r) * c->x_stride, c->x_stride,
                                 (const float *)scratch->numbers + r * stride + skipped, stride, scales};
