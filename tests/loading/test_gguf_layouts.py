@@ -46,6 +46,7 @@ NAMES += ("ernie", "ernie-moe", "exaone4", "exaone4-full", "glm4", "granite", "g
 NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "lfm2", "lfm2-moe")
 NAMES += ("kimi-linear", "ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
 NAMES += ("cohere", "cohere2", "dots1", "falcon-h1", "granite-moe-shared", "minimax-m2")
+NAMES += ("olmo2", "olmo3")
 BY_DEFAULT = (
     *NAMES[:2],
     "apertus",
@@ -67,6 +68,7 @@ BY_DEFAULT = (
     "nemotron-h",
     "qwen3.5-moe",
     "gemma4-shared",
+    "olmo3",
 )
 PROMPTS = [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
 quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
@@ -246,8 +248,9 @@ def test_what_cannot_be_is_refused(
         (gguf.MODEL_ARCH.DEEPSEEK2, LATENT_NAMES),
         (gguf.MODEL_ARCH.EXAONE4, EXAONE_NAMES),
         (gguf.MODEL_ARCH.GLM4, GLM4_NAMES),
+        (gguf.MODEL_ARCH.OLMO2, EXAONE_NAMES),
     ],
-    ids=["gemma4", "deepseek2", "exaone4", "glm4"],
+    ids=["gemma4", "deepseek2", "exaone4", "glm4", "olmo2"],
 )
 def test_names_are_ggufs(kind: gguf.MODEL_ARCH, names: dict[str, str]) -> None:
     theirs = gguf.get_tensor_name_map(kind, 2)
