@@ -105,6 +105,28 @@ def test_answers_are_those_of_the_checkpoint(tiny: Tiny, tmp_path: Path, name: s
     assert_answers_are(source, converted(model_of(source, name), tmp_path / "out"))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3-moe", "qwen3vlmoe")],
+)
+def test_the_text_model_of_a_file_for_images(
+    tiny: Tiny, tmp_path: Path, name: str, kind: str
+) -> None:
+    """As llama.cpp reads it (src/models/qwen2vl.cpp, qwen3vl.cpp): with names of its own, sections
+    of the rotation, and how many layers get more of an image.
+    """
+    source = rounded(tiny(name), tmp_path / "source")
+    model = model_of(source, name)
+    old, model.arch = f"{model.arch}.", kind
+    model.settings = {
+        f"{kind}.{key.removeprefix(old)}" if key.startswith(old) else key: value
+        for key, value in model.settings.items()
+    }
+    model.settings |= {f"{kind}.rope.dimension_sections": [4, 2, 2, 0]}
+    model.settings |= {f"{kind}.n_deepstack_layers": 3} if kind != "qwen2vl" else {}
+    assert_answers_are(source, converted(model, tmp_path / "out"))
+
+
 def test_older_and_newer_files(tiny: Tiny, tmp_path: Path) -> None:
     """One tensor for gates and ups; one for q, k, v and z; a layer that drafts."""
     source = rounded(tiny("qwen3-next-moe"), tmp_path / "source")
