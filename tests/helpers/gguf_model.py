@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,7 @@ NAMES = {
     **dict.fromkeys(NEMOTRONS, NEMOTRON_NAMES),
     "qwen2moe": NEWER_NAMES | {"post_attention_layernorm": "ffn_norm"},
     **dict.fromkeys(("glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), NEWER_NAMES),
+    "olmo2": EXAONE_NAMES,
     "seed_oss": NEWER_NAMES,
 }
 # Of the head for multi-token prediction.
@@ -220,6 +222,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
     "NemotronHForCausalLM": "nemotron_h",
+    **dict.fromkeys(("Olmo2ForCausalLM", "Olmo3ForCausalLM"), "olmo2"),
     "OlmoeForCausalLM": "olmoe",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
@@ -256,6 +259,13 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
     "mistral-window": {},
     "mixtral": {},
+    "olmo3": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_context_length": 64,
+        "yarn_attn_factor": 1.0 + 0.1 * math.log(4.0),
+        "yarn_beta_fast": 2.0,
+    },
     "phi3": {"original_context_length": 512, "attn_factor": 1.2},
     "qwen2": {
         "type": "yarn",
@@ -265,7 +275,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
     "smollm3": {},
 }
-WITH_WINDOWS = ("exaone4", "gemma3", "gpt-oss", "mistral-window", "mixtral")
+WITH_WINDOWS = ("exaone4", "gemma3", "gpt-oss", "mistral-window", "mixtral", "olmo3")
 
 
 def gguf_name(name: str, names: dict[str, str]) -> str:
@@ -761,15 +771,14 @@ def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
     rope = model.config["rope_parameters"]
     if model.config.get("sliding_window") and name in WITH_WINDOWS:
         model.settings[f"{model.arch}.attention.sliding_window"] = model.config["sliding_window"]
-    if name == "exaone4":
+    if name in ("exaone4", "olmo3"):
         kinds = [kind == "sliding_attention" for kind in model.config["layer_types"]]
-        model.settings["exaone4.attention.sliding_window_pattern"] = kinds
-    if name == "gemma3":
+        model.settings[f"{model.arch}.attention.sliding_window_pattern"] = kinds
+    if "sliding_attention" in rope:
         local = rope["sliding_attention"]["rope_theta"]
-        model.settings |= {
-            "gemma3.attention.sliding_window_pattern": 2,
-            "gemma3.rope.freq_base_swa": float(local),
-        }
+        model.settings[f"{model.arch}.rope.freq_base_swa"] = float(local)
+    if name == "gemma3":
+        model.settings["gemma3.attention.sliding_window_pattern"] = 2
     if name == "ministral3":
         model.settings["mistral3.attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     for which in ("long", "short"):

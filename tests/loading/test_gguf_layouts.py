@@ -46,6 +46,7 @@ NAMES += ("ernie", "ernie-moe", "exaone4", "exaone4-full", "glm4", "granite", "g
 NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "lfm2", "lfm2-moe")
 NAMES += ("kimi-linear", "ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
 NAMES += ("cohere", "cohere2", "dots1", "falcon-h1", "granite-moe-shared", "minimax-m2")
+NAMES += ("olmo2", "olmo3")
 BY_DEFAULT = (
     *NAMES[:2],
     "apertus",
@@ -67,6 +68,7 @@ BY_DEFAULT = (
     "nemotron-h",
     "qwen3.5-moe",
     "gemma4-shared",
+    "olmo3",
 )
 PROMPTS = [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
 quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
@@ -101,6 +103,28 @@ def assert_answers_are(theirs: Path, ours: Path) -> None:
 def test_answers_are_those_of_the_checkpoint(tiny: Tiny, tmp_path: Path, name: str) -> None:
     source = rounded(tiny(name), tmp_path / "source")
     assert_answers_are(source, converted(model_of(source, name), tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3-moe", "qwen3vlmoe")],
+)
+def test_the_text_model_of_a_file_for_images(
+    tiny: Tiny, tmp_path: Path, name: str, kind: str
+) -> None:
+    """As llama.cpp reads it (src/models/qwen2vl.cpp, qwen3vl.cpp): with names of its own, sections
+    of the rotation, and how many layers get more of an image.
+    """
+    source = rounded(tiny(name), tmp_path / "source")
+    model = model_of(source, name)
+    old, model.arch = f"{model.arch}.", kind
+    model.settings = {
+        f"{kind}.{key.removeprefix(old)}" if key.startswith(old) else key: value
+        for key, value in model.settings.items()
+    }
+    model.settings |= {f"{kind}.rope.dimension_sections": [4, 2, 2, 0]}
+    model.settings |= {f"{kind}.n_deepstack_layers": 3} if kind != "qwen2vl" else {}
+    assert_answers_are(source, converted(model, tmp_path / "out"))
 
 
 def test_older_and_newer_files(tiny: Tiny, tmp_path: Path) -> None:
@@ -246,8 +270,9 @@ def test_what_cannot_be_is_refused(
         (gguf.MODEL_ARCH.DEEPSEEK2, LATENT_NAMES),
         (gguf.MODEL_ARCH.EXAONE4, EXAONE_NAMES),
         (gguf.MODEL_ARCH.GLM4, GLM4_NAMES),
+        (gguf.MODEL_ARCH.OLMO2, EXAONE_NAMES),
     ],
-    ids=["gemma4", "deepseek2", "exaone4", "glm4"],
+    ids=["gemma4", "deepseek2", "exaone4", "glm4", "olmo2"],
 )
 def test_names_are_ggufs(kind: gguf.MODEL_ARCH, names: dict[str, str]) -> None:
     theirs = gguf.get_tensor_name_map(kind, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,14 @@ def test_ids_equal_llama_cpp(write: Write, tmp_path: Path, kind: str) -> None:
         assert theirs(text, add_special_tokens=False)["input_ids"] == ids, text
 
 
+def test_scores_may_be_integers(write: Write) -> None:
+    """As a writer leaves them that was given whole numbers; their order alone counts."""
+    ranks = sorted({*RECORDED["scores"]})
+    plain = write()
+    whole = write(**{"tokenizer.ggml.scores": [ranks.index(s) for s in RECORDED["scores"]]})
+    assert [whole.encode(text) for text in TEXTS] == [plain.encode(text) for text in TEXTS]
+
+
 @pytest.mark.parametrize("kind", ["Llama", "Gemma"])
 def test_decoding_gives_the_text_back(write: Write, kind: str) -> None:
     tokenizer = write(**KINDS[kind]["settings"])
@@ -89,6 +98,8 @@ def test_special_tokens_keep_their_place(write: Write) -> None:
     [
         ("scores", RECORDED["scores"][1:], CorruptModelError, "560 token scores for 561 tokens"),
         ("scores", ["a", *RECORDED["scores"][1:]], CorruptModelError, "must be numbers"),
+        ("scores", [math.nan, *RECORDED["scores"][1:]], CorruptModelError, "must be numbers"),
+        ("scores", [True] * 561, CorruptModelError, "must be numbers"),
         ("token_type", [1], CorruptModelError, "1 token types for 561 tokens"),
         ("token_type", [1.0] * 561, CorruptModelError, "must be integers from 0 to 6"),
         ("token_type", [7] * 561, CorruptModelError, "must be integers from 0 to 6"),

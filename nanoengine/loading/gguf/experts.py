@@ -8,7 +8,7 @@ from typing import Any
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 
-QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
+QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe")
 SCALED_EXPERTS = ("deepseek2", "dots1", "glm4moe", "kimi-linear", "nemotron_h_moe")
 WITH_EXPERTS = (
     "ernie4_5-moe",
@@ -43,7 +43,7 @@ def experts_settings(
             "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
             "mlp_only_layers": dense,
         }
-        if metadata.architecture != "qwen3moe":
+        if metadata.architecture not in ("qwen3moe", "qwen3vlmoe"):
             shared = metadata.number("expert_shared_feed_forward_length")
             settings["shared_expert_intermediate_size"] = shared
         return settings

@@ -25,6 +25,7 @@ from nanoengine.loading.gguf.families import (
     granite_settings,
     kimi_settings,
     mistral_settings,
+    olmo_settings,
     phi3_settings,
     recurrent_settings,
 )
@@ -65,10 +66,15 @@ ARCHITECTURES = {
     "mistral3": "Ministral3ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "nemotron_h_moe": "NemotronHForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",  # OLMo 3, too
     "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
+    # Of models for images: RoPE turns a token of a text by one position in all its sections.
+    "qwen2vl": "Qwen2ForCausalLM",
+    "qwen3vl": "Qwen3ForCausalLM",
+    "qwen3vlmoe": "Qwen3MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
@@ -95,16 +101,19 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "mistral3": {"model_type": "ministral3"},
     "olmoe": {"norm_topk_prob": False},
     "qwen2moe": {"model_type": "qwen2_moe", "norm_topk_prob": False},
+    "qwen2vl": {"model_type": "qwen2"},
     "qwen35": {"model_type": "qwen3_5_text"},
     "qwen35moe": {"model_type": "qwen3_5_moe_text"},
     "qwen3moe": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "qwen3vl": {"model_type": "qwen3"},
+    "qwen3vlmoe": {"model_type": "qwen3_moe", "norm_topk_prob": True},
     "qwen3next": {"model_type": "qwen3_5_moe_text"},
     "seed_oss": {"model_type": "seed_oss", "attention_bias": True},
     "smollm3": {"no_rope_layer_interval": 4},
 }
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 MAY_TURN_A_PART = ("glm4", "glm4moe", "minimax-m2", "phi3", *HYBRIDS)
-WITH_WINDOWS = ("cohere2", "exaone4", "gemma3", "gemma4", "gpt-oss", "llama", "phi3")
+WITH_WINDOWS = ("cohere2", "exaone4", "gemma3", "gemma4", "gpt-oss", "llama", "olmo2", "phi3")
 GRANITES = ("granite", "granitehybrid", "granitemoe")
 COHERES = ("cohere2", "command-r")
 
@@ -234,6 +243,8 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         return {}
     if metadata.architecture == "exaone4":
         return exaone_settings(metadata, num_layers)
+    if metadata.architecture == "olmo2":
+        return olmo_settings(metadata, num_layers)
     if metadata.architecture in LFM2:
         return short_conv_settings(metadata, stored, num_layers)
     settings: dict[str, Any] = {}

@@ -8,6 +8,7 @@ same ids of each.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -162,7 +163,7 @@ def _sentencepiece(
     """
     scores = metadata.get("tokenizer.ggml.scores", list)
     _check_length(metadata, "token scores", scores, vocabulary.texts)
-    if not all(isinstance(score, float) for score in scores):
+    if not all(type(score) in (int, float) and not math.isnan(score) for score in scores):
         raise CorruptModelError(f"{metadata.path}: token scores must be numbers")
     backend = _bpe(
         metadata.path,
