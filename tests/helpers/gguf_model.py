@@ -232,37 +232,18 @@ ARCHITECTURES = {
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
 }
+YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 2.0}
 SCALINGS: dict[str, dict[str, Any]] = {
-    "arcee": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_context_length": 64,
-        "yarn_beta_fast": 2.0,
-    },
+    "arcee": YARN,
     "exaone4": {},
     "gemma3": {},
-    "gpt-oss": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_context_length": 64,
-        "yarn_beta_fast": 2.0,
-    },
-    "ministral3": {
-        "type": "yarn",
-        "factor": 32.0,
-        "original_context_length": 16,
-        "yarn_beta_fast": 2.0,
-        "yarn_log_multiplier": 1.0,
-    },
+    "gpt-oss": YARN,
+    "ministral3": YARN
+    | {"factor": 32.0, "original_context_length": 16, "yarn_log_multiplier": 1.0},
     "mistral-window": {},
     "mixtral": {},
     "phi3": {"original_context_length": 512, "attn_factor": 1.2},
-    "qwen2": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_context_length": 64,
-        "yarn_beta_fast": 2.0,
-    },
+    "qwen2": YARN,
     "smollm3": {},
 }
 WITH_WINDOWS = ("exaone4", "gemma3", "gpt-oss", "mistral-window", "mixtral")

@@ -14,24 +14,7 @@ from driver import GREEDY, Driver
 from safetensors.torch import load_file, save_file
 from tiny_model import COMMON, HYBRID, HYBRID_EXPERTS, TinyModel
 from tiny_models import TINY
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
-    Lfm2VlConfig,
-    Lfm2VlForConditionalGeneration,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config
 
 from nanoengine import LLM
 from nanoengine.engine.llm_engine import LLMEngine
@@ -57,13 +40,11 @@ QWEN_VISION = {
 }
 WRAPPED = {
     "Gemma3ForConditionalGeneration": TinyModel(
-        Gemma3Config,
-        Gemma3ForConditionalGeneration,
+        "gemma3",
         {"text_config": GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},
     ),
     "Gemma4ForConditionalGeneration": TinyModel(
-        Gemma4Config,
-        Gemma4ForConditionalGeneration,
+        "gemma4",
         {
             "text_config": COMMON
             | TINY["gemma4-shared"].settings
@@ -81,8 +62,7 @@ WRAPPED = {
         },
     ),
     "Lfm2VlForConditionalGeneration": TinyModel(
-        Lfm2VlConfig,
-        Lfm2VlForConditionalGeneration,
+        "lfm2_vl",
         {
             "text_config": COMMON
             | TINY["lfm2"].settings
@@ -99,24 +79,21 @@ WRAPPED = {
         },
     ),
     "Qwen3_5ForConditionalGeneration": TinyModel(
-        Qwen3_5Config,
-        Qwen3_5ForConditionalGeneration,
+        "qwen3_5",
         {
             "text_config": COMMON | HYBRID | {"model_type": "qwen3_5_text"},
             "vision_config": QWEN_VISION,
         },
     ),
     "Qwen3_5MoeForConditionalGeneration": TinyModel(
-        Qwen3_5MoeConfig,
-        Qwen3_5MoeForConditionalGeneration,
+        "qwen3_5_moe",
         {
             "text_config": COMMON | HYBRID | HYBRID_EXPERTS | {"model_type": "qwen3_5_moe_text"},
             "vision_config": QWEN_VISION,
         },
     ),
     "Qwen3VLForConditionalGeneration": TinyModel(
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
+        "qwen3_vl",
         {
             "text_config": COMMON
             | {
@@ -133,8 +110,7 @@ WRAPPED = {
     ),
     # Its head is not tied to its embeddings.
     "Mistral3ForConditionalGeneration": TinyModel(
-        Mistral3Config,
-        Mistral3ForConditionalGeneration,
+        "mistral3",
         {
             "text_config": COMMON | {"model_type": "mistral", "sliding_window": None},
             "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
@@ -142,8 +118,7 @@ WRAPPED = {
         },
     ),
     "Mistral3ForConditionalGeneration, ministral3": TinyModel(
-        Mistral3Config,
-        Mistral3ForConditionalGeneration,
+        "mistral3",
         {
             "text_config": COMMON | TINY["ministral3"].settings | {"model_type": "ministral3"},
             "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
