@@ -115,9 +115,7 @@ TINY: dict[str, TinyModel] = {
         seed=41,
     ),
     "granite-moe": TinyModel(
-        "granitemoe",
-        {**GRANITE, "num_local_experts": 5, "intermediate_size": 40},
-        seed=46,
+        "granitemoe", {**GRANITE, "num_local_experts": 5, "intermediate_size": 40}, seed=46
     ),
     "granite-moe-shared": TinyModel(
         "granitemoeshared",
