@@ -180,7 +180,7 @@ def expert_parts(config: ModelConfig, reader: Listing) -> dict[str, Part]:
             product = match[2] or _OF_LINEAR[match[4]]
             whole = _OfAll(f"{match[1]}mlp.experts.", product, match[3] or "", stored)
             if whole.is_of(experts.count, reader):
-                found |= dict(whole.split(experts.count, names, reader))
+                found |= dict(whole.split(config, names, reader))
     return {name: part for name, part in found.items() if part != Part(name)}
 
 
@@ -210,18 +210,28 @@ class _OfAll:
         has_scales = self.scales in reader.names() and reader.shape(self.scales) == shape[:3]
         return has_scales and shape[0] == count and shape[3:] == (GROUP // 2,)
 
-    def split(self, count: int, names: ExpertNames, reader: Listing) -> Iterator[tuple[str, Part]]:
+    def split(
+        self, config: ModelConfig, names: ExpertNames, reader: Listing
+    ) -> Iterator[tuple[str, Part]]:
         """The part of each expert; gate and up are halves of the rows, or take turns."""
+        is_turned = not self.kind and (names.is_turned or self._is_turned(config, reader))
         if self.product != "gate_up":
             rows: dict[str, Rows] = {self.product: ALL_ROWS}
         elif names.is_turned:
             rows = {"gate": (0, None, 2), "up": (1, None, 2)}
         else:
-            half = reader.shape(self.stored)[1] // 2
+            half = reader.shape(self.stored)[2 if is_turned else 1] // 2
             rows = {"gate": (0, half, 1), "up": (half, None, 1)}
         last = "bias" if self.kind == "_bias" else "weight"
-        is_turned = names.is_turned and not self.kind
-        for expert in range(count):
+        for expert in range(reader.shape(self.stored)[0]):
             for part, its in rows.items():
                 name = f"{self.prefix}{expert}.{part}_proj.{last}"
                 yield name, Part(self.stored, expert, its, is_turned, self.scales)
+
+    def _is_turned(self, config: ModelConfig, reader: Listing) -> bool:
+        """Whether entries are [inputs, outputs], as in Qwen3-VL's checkpoints at the hub: if their
+        shape says so, as in transformers.
+        """
+        outputs, inputs = reader.shape(self.stored)[1:]
+        width = config.hidden_size
+        return width == outputs != inputs if self.product != "down" else width == inputs != outputs

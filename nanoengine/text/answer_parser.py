@@ -22,7 +22,7 @@ from nanoengine.outputs import (
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, merged
 from nanoengine.text.reasoning import BY_NAME as REASONING_PARSERS
-from nanoengine.text.reasoning import ReasoningParser, ReasoningSyntax, ThoughtTokens, reasoning_of
+from nanoengine.text.reasoning import ReasoningParser, ReasoningSyntax, ThoughtTokens, reasoning_in
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.text.tool_parser import ChannelParser, ToolParser
 from nanoengine.text.tool_syntax import BY_NAME as TOOL_PARSERS
@@ -76,12 +76,12 @@ class ChatParsers:
         cls, tokenizer: Tokenizer, tool_parser: str | None = None, reasoner: str | None = None
     ) -> ChatParsers:
         """Those of a model's chat template. tool_parser, reasoner: names of other ones."""
-        plain, source = tokenizer.template_source(False), tokenizer.template_source(True)
+        source = tokenizer.template_source(has_tools=True)
         backend = tokenizer.backend
         special = {
             backend.id_to_token(token_id) or "": token_id for token_id in tokenizer.special_ids
         }
-        reasoning = REASONING_PARSERS[reasoner] if reasoner else reasoning_of(plain)
+        reasoning = REASONING_PARSERS[reasoner] if reasoner else reasoning_in(tokenizer)
         return cls(
             TOOL_PARSERS[tool_parser] if tool_parser else syntax_of(source),
             reasoning,
@@ -114,7 +114,7 @@ class ChatParsers:
 
     def _has_special_marks(self, use: ToolUse | None) -> bool:
         """Whether marks of thoughts or of calls are special tokens, which texts must show then."""
-        marks = {self.reasoning.begin, self.reasoning.end} if self.reasoning else set()
+        marks = self.reasoning.marks if self.reasoning else set()
         if use is not None:
             marks |= {*self._syntax(use).marks}
         return not marks.isdisjoint(self.special_tokens)

@@ -16,7 +16,7 @@ from typing import Any
 from nanoengine.errors import InvalidParamsError, RequestError
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoengine.text import template_worker
-from nanoengine.text.reasoning import ReasoningSyntax, reasoning_of
+from nanoengine.text.reasoning import ReasoningSyntax, reasoning_in
 from nanoengine.text.schema_formats import without_other_formats
 from nanoengine.text.template_process import WorkerProcess
 from nanoengine.text.thinking import ThinkingMarks, ThinkingState, begins_open
@@ -83,7 +83,7 @@ class Grammars:
 
     @cached_property
     def _reasoning(self) -> ReasoningSyntax | None:
-        return reasoning_of(self._tokenizer.template_source(has_tools=False))
+        return reasoning_in(self._tokenizer)
 
     @cached_property
     def _marks(self) -> ThinkingMarks:

@@ -1,7 +1,7 @@
 """Splits the thoughts of a model from its answer: a row for each family, with vLLM's names.
 
-Sources: the chat templates of Qwen 3, DeepSeek-R1, GLM 4.5, Gemma 4 and Magistral. gpt-oss has
-channels, which tool_parser.py reads.
+Sources: the chat templates of Qwen 3, DeepSeek-R1, GLM 4.5, Gemma 4, Magistral, Command R7B and
+Apertus. gpt-oss has channels, which tool_parser.py reads.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ from nanoengine.text.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class ReasoningSyntax:
     """What thoughts begin and end with. The first row whose `begin` is in the chat template is its
-    model's. in_channels: all of the answer is in gpt-oss's channels.
+    model's. in_channels: all of the answer is in gpt-oss's channels. around: what stands before and
+    after the content, if it is no call.
     """
 
     name: str
     begin: str
     end: str
     in_channels: bool = False
+    around: tuple[str, str] | None = None
+
+    @property
+    def marks(self) -> set[str]:
+        """All that is part of neither thoughts nor content."""
+        return {self.begin, self.end, *(self.around or ())}
 
     def is_open_after(self, prompt: str) -> bool:
         """Whether a prompt ends with what thoughts begin with: the answer goes on with them."""
@@ -36,6 +43,13 @@ REASONING_SYNTAXES = (
     ReasoningSyntax("gemma4", "<|channel>thought", "<channel|>"),
     ReasoningSyntax("mistral", "[THINK]", "[/THINK]"),
     ReasoningSyntax("seed_oss", "<seed:think>", "</seed:think>"),
+    ReasoningSyntax("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
+    ReasoningSyntax(
+        "cohere_command3",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        around=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
     ReasoningSyntax("deepseek_r1", "<think>", "</think>"),
 )
 BY_NAME = {row.name: row for row in REASONING_SYNTAXES}
@@ -57,6 +71,12 @@ def mark_ids(
 def reasoning_of(template: str) -> ReasoningSyntax | None:
     """How the model of a chat template thinks; None if it does not."""
     return next((row for row in REASONING_SYNTAXES if row.begin in template), None)
+
+
+def reasoning_in(tokenizer: Tokenizer) -> ReasoningSyntax | None:
+    """How a model thinks by its chat templates, of which the one with tools alone may show it."""
+    sources = (tokenizer.template_source(has_tools) for has_tools in (False, True))
+    return next(filter(None, map(reasoning_of, sources)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +156,8 @@ class ReasoningParser(PieceReader):
             yield from self.skip_spaces("\n")
             yield from self._thoughts()
             yield from self.skip_spaces("\n")
+        if self._syntax.around is not None and (yield from self.skip(self._syntax.around[0])):
+            yield from self.until(self._syntax.around[1:], Kind.CONTENT)
         yield from self.until((), Kind.CONTENT)
 
     def _thoughts(self) -> Steps[None]:

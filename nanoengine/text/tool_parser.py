@@ -164,15 +164,22 @@ class ToolParser(PieceReader):
         return True
 
     def _named(self, at: int, body: Named) -> Steps[bool]:
-        if (yield from self._head(at, body.head)) is None:
-            return False
-        if body.quote:
-            yield from BareObject(self, body.quote, self._num_calls).read()
-        else:
-            yield from self._json(JsonEnd(), is_given_out=True)
-        yield from self._skip_all(body.after)
-        self._num_calls += 1
-        return True
+        found = False
+        while (yield from self._head(at, body.head)) is not None:
+            if body.quote:
+                yield from BareObject(self, body.quote, self._num_calls).read()
+            else:
+                yield from self._json(JsonEnd(), is_given_out=True)
+            yield from self._skip_all(body.after)
+            self._num_calls += 1
+            found = True
+            comma = (yield from self.past(0, body.between)) if body.between else None
+            if comma is None:
+                break
+            at = comma
+        if found:
+            yield from self._skip_all(body.end)
+        return found
 
     def _python(self, at: int, body: Calls) -> Steps[bool]:
         start = yield from self.past(at, "[")

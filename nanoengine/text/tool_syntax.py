@@ -2,11 +2,13 @@
 
 Sources: the chat templates and model cards of Hermes 2 Pro, Qwen 2.5 to 3.5, Qwen3-Coder, Llama 3.1
 to 3.3, Mistral, GLM 4.5, Gemma 4, Granite 3, gpt-oss, LFM2 and 2.5, OLMo 3, MiniMax-M2, Seed-OSS,
-Hunyuan, Nemotron Nano v2 and Kimi K2. tool_parser.py reads them.
+Hunyuan, Nemotron Nano v2, Kimi K2, Command R7B, Apertus, and with vLLM's or llama.cpp's templates
+Phi-4-mini, DeepSeek-V3, V3.1 and R1. tool_parser.py reads them.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 MAX_NAME = 64  # characters of a tool's name, as OpenAI has it
@@ -37,11 +39,14 @@ class Named:
     """A call as its name and its arguments, an object. head: from the mark to that object, a
     regular expression whose group is the name. after: what may follow it. quote: what stands before
     and after a text of an object whose keys have no quotes (bare_object.py); "": it is JSON.
+    between: two calls; "" if only one follows each mark. end: what may follow the last one.
     """
 
     head: str
     after: tuple[str, ...] = ()
     quote: str = ""
+    between: str = ""
+    end: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,15 @@ LFM2 = ToolSyntax(
     # The model reads and writes both forms; a schema holds JSON.
     frame=listed("<|tool_call_start|>", "<|tool_call_end|>"),
 )
+PHI = ToolSyntax(
+    "phi4_mini_json",
+    ("functools[",),
+    marks=("functools", "<|tool_call|>"),
+    bodies=(Objects("[", ",", ("]", "<|/tool_call|>")), Objects(after=("<|/tool_call|>",))),
+    frame=listed("functools"),
+)
+KEY = rf'{SPACES}\[?{SPACES}\{{{SPACES}"'  # of the first call of a list, or of the next one
+COHERE_ID = r'tool_call_id"\s?:\s?"[^"\\]{0,16}"\s?,\s?"'
 KIMI_END = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
 
 
@@ -137,6 +151,31 @@ def list_between(name: str, begin: str, end: str) -> ToolSyntax:
         bodies=(Objects("[", ",", ("]", end)),),
         frame=listed(begin, end),
     )
+
+
+def deep_mark(words: str) -> str:
+    """A special token of DeepSeek's, whose bars and spaces are characters of their own."""
+    return f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
+
+
+def deepseek(name: str, sign: str, before: str, middle: str, end: str) -> ToolSyntax:
+    """Of DeepSeek's models. before: a name, behind the mark of its call. middle: name and
+    arguments. end: what follows these.
+    """
+    begin, close = deep_mark("tool calls begin"), deep_mark("tool calls end")
+    call, call_end = deep_mark("tool call begin"), deep_mark("tool call end")
+    between = SPACES.join(re.escape(part) for part in middle.split())
+    head = rf"{SPACES}(?:{call})?{SPACES}{before}{NAME}{SPACES}{between}{SPACES}(?={{)"
+    return ToolSyntax(
+        name,
+        (DEEP_SEPARATOR, sign),
+        marks=(begin, call),  # the second call has no mark of its own
+        bodies=(Named(head, after=(*end.split(), call_end, close)),),
+        frame=Frame(call + before, middle, end + call_end, begin, "\n" if end else "", close),
+    )
+
+
+DEEP_SEPARATOR = deep_mark("tool sep")
 
 
 def functions_between(name: str, begin: str, end: str, trims: bool) -> ToolSyntax:
@@ -221,6 +260,12 @@ TOOL_SYNTAXES = (
         bodies=(LIST, MISTRAL_CALL),
         frame=listed("[TOOL_CALLS]"),
     ),
+    replace(
+        PHI,
+        signs=("<|tool_call|>", "<|/tool_call|>"),
+        frame=Frame('<|tool_call|>{"name": "', '", "arguments": ', "}<|/tool_call|>", between=""),
+    ),
+    PHI,
     ToolSyntax(
         "granite",
         ("<|tool_call|>",),
@@ -254,6 +299,43 @@ TOOL_SYNTAXES = (
             before="<|tool_calls_section_begin|>",
             after="<|tool_calls_section_end|>",
         ),
+    ),
+    deepseek("deepseek_v3", "```json", f"function{DEEP_SEPARATOR}", "\n```json\n", "\n```"),
+    deepseek("deepseek_v31", "", "", DEEP_SEPARATOR, ""),
+    ToolSyntax(
+        "cohere_command3",
+        ("<|START_ACTION|>",),
+        marks=("<|START_ACTION|>",),
+        bodies=(
+            Named(
+                rf'{KEY}(?:{COHERE_ID})?tool_name"\s?:\s?"{NAME}"\s?,\s?"parameters"\s?:\s?(?={{)',
+                after=("}",),
+                between=",",
+                end=("]", "<|END_ACTION|>"),
+            ),
+        ),
+        frame=Frame(
+            '{"tool_call_id": "0", "tool_name": "',
+            '", "parameters": ',
+            "}",
+            before="<|START_ACTION|>[",
+            between=", ",
+            after="]<|END_ACTION|>",
+        ),
+    ),
+    ToolSyntax(
+        "apertus",
+        ("<|tools_prefix|>",),
+        marks=("<|tools_prefix|>",),
+        bodies=(
+            Named(
+                rf'{KEY}{NAME}"{SPACES}:{SPACES}(?={{)',
+                after=("}",),
+                between=",",
+                end=("]", "<|tools_suffix|>"),
+            ),
+        ),
+        frame=Frame('{"', '": ', "}", "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"),
     ),
     list_between("hunyuan_a13b", "<tool_calls>", "</tool_calls>"),
     list_between("nemotron_v2", "<TOOLCALL>", "</TOOLCALL>"),

@@ -157,6 +157,11 @@ def test_an_answer_that_must_call(llm: LLM, choice: Any) -> None:
     assert found == ({"weather", "now"} if choice == "required" else {"now"})
 
 
+def deep(words: str) -> str:
+    """A mark of DeepSeek's."""
+    return f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
+
+
 HELD = '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}'
 HELD_CALLS = {
     "lfm2": f"<|tool_call_start|>[{HELD}, {HELD}]<|tool_call_end|>",
@@ -165,6 +170,21 @@ HELD_CALLS = {
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
     '<|tool_call_argument_begin|>{"city": "Rome", "days": 3}<|tool_call_end|>'
     "<|tool_calls_section_end|>",
+    "phi4_mini_json": f"functools[{HELD}, {HELD}]",
+    "cohere_command3": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "weather", '
+    '"parameters": {"city": "Rome", "days": 3}}]<|END_ACTION|>',
+    "apertus": '<|tools_prefix|>[{"weather": {"city": "Rome", "days": 3}}, '
+    '{"weather": {"city": "Rome", "days": 3}}]<|tools_suffix|>',
+    "deepseek_v3": deep("tool calls begin")
+    + deep("tool call begin")
+    + f"function{deep('tool sep')}weather\n```json\n"
+    + '{"city": "Rome", "days": 3}\n```'
+    + deep("tool call end")
+    + deep("tool calls end"),
+    "deepseek_v31": deep("tool calls begin")
+    + (deep("tool call begin") + f"weather{deep('tool sep')}" + '{"city": "Rome", "days": 3}')
+    + deep("tool call end")
+    + deep("tool calls end"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
     "NemotronHForCausalLM": "nemotron_h",
+    **dict.fromkeys(("Olmo2ForCausalLM", "Olmo3ForCausalLM"), "olmo2"),
     "OlmoeForCausalLM": "olmoe",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
@@ -104,11 +106,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
     | {"factor": 32.0, "original_context_length": 16, "yarn_log_multiplier": 1.0},
     "mistral-window": {},
     "mixtral": {},
+    "olmo3": YARN | {"yarn_attn_factor": 1.0 + 0.1 * math.log(4.0)},
     "phi3": {"original_context_length": 512, "attn_factor": 1.2},
     "qwen2": YARN,
     "smollm3": {},
 }
-WITH_WINDOWS = ("exaone4", "gemma3", "gpt-oss", "mistral-window", "mixtral")
+WITH_WINDOWS = ("exaone4", "gemma3", "gpt-oss", "mistral-window", "mixtral", "olmo3")
 
 
 class Names:
@@ -617,15 +620,14 @@ def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
     rope = model.config["rope_parameters"]
     if model.config.get("sliding_window") and name in WITH_WINDOWS:
         model.settings[f"{model.arch}.attention.sliding_window"] = model.config["sliding_window"]
-    if name == "exaone4":
+    if name in ("exaone4", "olmo3"):
         kinds = [kind == "sliding_attention" for kind in model.config["layer_types"]]
-        model.settings["exaone4.attention.sliding_window_pattern"] = kinds
-    if name == "gemma3":
+        model.settings[f"{model.arch}.attention.sliding_window_pattern"] = kinds
+    if "sliding_attention" in rope:
         local = rope["sliding_attention"]["rope_theta"]
-        model.settings |= {
-            "gemma3.attention.sliding_window_pattern": 2,
-            "gemma3.rope.freq_base_swa": float(local),
-        }
+        model.settings[f"{model.arch}.rope.freq_base_swa"] = float(local)
+    if name == "gemma3":
+        model.settings["gemma3.attention.sliding_window_pattern"] = 2
     if name == "ministral3":
         model.settings["mistral3.attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     for which in ("long", "short"):

@@ -45,10 +45,10 @@ class Family:
 
 
 FAMILIES = (
-    Family("Apertus", "Apertus", "64K", unread="its own"),
+    Family("Apertus", "Apertus", "64K", "apertus"),
     Family("Arcee", "Arcee", "64K"),
-    Family("Command", "Cohere Cohere2", "8K to 256K", unread="its own"),
-    Family("DeepSeek", "DeepseekV2 DeepseekV3", "32K to 160K", unread="its own"),
+    Family("Command", "Cohere Cohere2", "8K to 256K", "cohere_command3", "of Command R and Aya"),
+    Family("DeepSeek", "DeepseekV2 DeepseekV3", "32K to 160K", "deepseek_v3 deepseek_v31"),
     Family("dots", "Dots1", "32K"),
     Family("ERNIE", "Ernie4_5 Ernie4_5_Moe", "128K", "hermes"),
     Family("EXAONE", "Exaone4", "64K, 128K", "hermes"),
@@ -71,7 +71,7 @@ FAMILIES = (
     ),
     Family("Nemotron", "NemotronH", "8K to 256K", "nemotron_v2 qwen3_coder"),
     Family("OLMo", "Olmo2 Olmo3 Olmoe", "4K, 64K", "olmo3"),
-    Family("Phi", "Phi3", "4K to 128K", unread="of Phi-4-mini"),
+    Family("Phi", "Phi3", "4K to 128K", "phi4_mini_json"),
     Family("Qwen 1.5 to 3", "Qwen2 Qwen2Moe Qwen3 Qwen3Moe", "32K to 256K", "hermes qwen3_coder"),
     Family(
         "Qwen3-Next to 3.6", "Qwen3Next Qwen3_5 Qwen3_5Moe", "256K", "hermes qwen3_coder",

@@ -12,121 +12,31 @@ import torch
 from checkpoints import reference_greedy, reference_logits
 from driver import GREEDY, Driver
 from safetensors.torch import load_file, save_file
-from tiny_model import COMMON, HYBRID, HYBRID_EXPERTS, TinyModel
-from tiny_models import TINY
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3Config
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+)
+from wrapped_models import WRAPPED
 
 from nanoengine import LLM
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError, RequestError, UnsupportedModelError
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.wrappers import TEXT_DEFAULTS, WRAPPERS
 
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
+QWEN_2_5_VL = "Qwen2_5_VLForConditionalGeneration"
+PARTS = {
+    "Exaone4_5_ForConditionalGeneration": "visual",
+    "Gemma4ForConditionalGeneration": "embed_vision, vision_tower",
+    "Glm4vForConditionalGeneration": "visual",
+    "Glm4vMoeForConditionalGeneration": "visual",
+    "Idefics3ForConditionalGeneration": "connector, vision_model",
+    "LlavaNextForConditionalGeneration": "image_newline, multi_modal_projector, vision_tower",
+    "LlavaOnevisionForConditionalGeneration": "image_newline, multi_modal_projector, vision_tower",
+    "SmolVLMForConditionalGeneration": "connector, vision_model",
 }
-GEMMA = COMMON | {"query_pre_attn_scalar": 24, "sliding_window": 13, "pad_token_id": None}
-QWEN_VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 16,
-}
-WRAPPED = {
-    "Gemma3ForConditionalGeneration": TinyModel(
-        "gemma3",
-        {"text_config": GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},
-    ),
-    "Gemma4ForConditionalGeneration": TinyModel(
-        "gemma4",
-        {
-            "text_config": COMMON
-            | TINY["gemma4-shared"].settings
-            | {"model_type": "gemma4_text", "pad_token_id": 0},
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "head_dim": 16,
-                "position_embedding_size": 64,
-            },
-            "audio_config": None,
-        },
-    ),
-    "Lfm2VlForConditionalGeneration": TinyModel(
-        "lfm2_vl",
-        {
-            "text_config": COMMON
-            | TINY["lfm2"].settings
-            | {"model_type": "lfm2", "tie_word_embeddings": True},
-            "vision_config": {
-                "model_type": "siglip2_vision_model",
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "num_patches": 16,
-            },
-            "projector_hidden_size": 32,
-        },
-    ),
-    "Qwen3_5ForConditionalGeneration": TinyModel(
-        "qwen3_5",
-        {
-            "text_config": COMMON | HYBRID | {"model_type": "qwen3_5_text"},
-            "vision_config": QWEN_VISION,
-        },
-    ),
-    "Qwen3_5MoeForConditionalGeneration": TinyModel(
-        "qwen3_5_moe",
-        {
-            "text_config": COMMON | HYBRID | HYBRID_EXPERTS | {"model_type": "qwen3_5_moe_text"},
-            "vision_config": QWEN_VISION,
-        },
-    ),
-    "Qwen3VLForConditionalGeneration": TinyModel(
-        "qwen3_vl",
-        {
-            "text_config": COMMON
-            | {
-                "model_type": "qwen3_vl_text",
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 5e6,
-                    "mrope_section": [4, 2, 2],
-                    "mrope_interleaved": True,
-                },
-            },
-            "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]},
-        },
-    ),
-    # Its head is not tied to its embeddings.
-    "Mistral3ForConditionalGeneration": TinyModel(
-        "mistral3",
-        {
-            "text_config": COMMON | {"model_type": "mistral", "sliding_window": None},
-            "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
-            "tie_word_embeddings": False,
-        },
-    ),
-    "Mistral3ForConditionalGeneration, ministral3": TinyModel(
-        "mistral3",
-        {
-            "text_config": COMMON | TINY["ministral3"].settings | {"model_type": "ministral3"},
-            "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
-            "tie_word_embeddings": False,
-        },
-    ),
-}
-PARTS = {"Gemma4ForConditionalGeneration": "embed_vision, vision_tower"}
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +58,19 @@ def renamed(name: str) -> str:
     for stored, ours in (
         ("language_model.model.", "model.language_model."),
         ("language_model.lm_head.", "lm_head."),
+        ("model.embed_tokens.", "model.language_model.embed_tokens."),
+        ("model.layers.", "model.language_model.layers."),
+        ("model.norm.", "model.language_model.norm."),
     ):
         if name.startswith(stored):
             return ours + name.removeprefix(stored)
     return name if name.startswith(("model.", "lm_head.")) else "model." + name
+
+
+def turned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With one tensor for the experts of a layer as Qwen3-VL's checkpoints at the hub have it."""
+    of_all = ("experts.gate_up_proj", "experts.down_proj")
+    return {n: t.mT.contiguous() if n.endswith(of_all) else t for n, t in tensors.items()}
 
 
 @pytest.mark.parametrize("is_renamed", [False, True], ids=["as saved", "as in memory"])
@@ -160,18 +79,30 @@ def test_ids_and_logits_equal_transformers(
     wrapped: Callable[[str], Path], tmp_path: Path, name: str, is_renamed: bool
 ) -> None:
     path = wrapped(name)
-    model = AutoModelForImageTextToText.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
     if is_renamed:
         stored = load_file(path / "model.safetensors")
         save_file(
-            {renamed(n): t for n, t in stored.items()},
+            turned({renamed(n): t for n, t in stored.items()}),
             tmp_path / "model.safetensors",
             {"format": "pt"},
         )
         (tmp_path / "config.json").write_text((path / "config.json").read_text())
         path = tmp_path
+    said = check_against_transformers(path)
+    name = name.split(",")[0]
+    assert f"the text model of a {name}" in said
+    parts = PARTS.get(name, "visual" if "Qwen" in name else "multi_modal_projector, vision_tower")
+    assert f"({parts}) are not loaded" in said
+
+
+def check_against_transformers(path: Path) -> str:
+    """Ids and logits; returns the plan. transformers forgets Cohere's `logit_scale` here, by which
+    the text model alone multiplies.
+    """
+    model = AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    scale = getattr(model.config.get_text_config(), "logit_scale", 1.0)
     engine = LLMEngine(path, dtype="float32", device="cpu", kvcache_block_size=8, num_gpu_blocks=64)
     driver, prompts = Driver(engine), [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
     for prompt, output in zip(prompts, driver.run(prompts), strict=True):
@@ -179,12 +110,31 @@ def test_ids_and_logits_equal_transformers(
         assert tokens == reference_greedy(model, prompt, GREEDY.max_tokens, tokens)
         logits = reference_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
         ours = torch.stack(driver.logits[output.request_id])
-        torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
-    said = str(engine.plan)
-    name = name.split(",")[0]
-    assert f"the text model of a {name}" in said
-    parts = PARTS.get(name, "visual" if "Qwen" in name else "multi_modal_projector, vision_tower")
-    assert f"({parts}) are not loaded" in said
+        torch.testing.assert_close(ours, logits * scale, atol=1e-4, rtol=0)
+    return str(engine.plan)
+
+
+@pytest.mark.parametrize("name", ["Qwen2VLForConditionalGeneration", QWEN_2_5_VL])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "mrope", "mrope_section": [4, 2, 2]},
+        {"type": "yarn", "mrope_section": [4, 2, 2], "factor": 4.0}
+        | {"original_max_position_embeddings": 16},
+    ],
+    ids=["mrope", "yarn"],
+)
+def test_the_text_models_keys_may_lie_beside_those_for_images(
+    wrapped: Callable[[str], Path], tmp_path: Path, name: str, scaling: dict[str, Any]
+) -> None:
+    """As in the config.json of Qwen2-VL and Qwen2.5-VL at the hub."""
+    content = json.loads((wrapped(name) / "config.json").read_text())
+    text = content.pop("text_config")
+    del text["rope_parameters"], text["model_type"]
+    old = {"rope_scaling": scaling, "rope_theta": 1e6}
+    (tmp_path / "config.json").write_text(json.dumps(text | content | old))
+    (tmp_path / "model.safetensors").symlink_to(wrapped(name) / "model.safetensors")
+    check_against_transformers(tmp_path)
 
 
 @pytest.mark.parametrize("is_copy", [False, True])
@@ -251,6 +201,30 @@ def test_keys_that_are_left_out_are_transformers_defaults(tmp_path: Path) -> Non
     assert (ours.head_dim, ours.num_kv_heads) == (theirs.head_dim, theirs.num_key_value_heads)
     assert ours.rope.factor == theirs.rope_parameters["full_attention"]["factor"]
     assert ours.tie_word_embeddings and ours.eos_token_ids == (1, 106)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "kind"),
+    [(name, kind) for name, kinds in WRAPPERS.items() for kind in kinds if kind in TEXT_DEFAULTS],
+)
+def test_a_text_config_may_leave_out_what_its_class_has(
+    tmp_path: Path, wrapper: str, kind: str
+) -> None:
+    """llava-hf/llava-1.5-7b-hf's says no size of a layer."""
+    content = {"architectures": [wrapper], "vision_config": {}, "text_config": {"model_type": kind}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    ours, theirs = read_model_config(tmp_path), CONFIG_MAPPING[kind]().get_text_config()
+    assert (ours.hidden_size, ours.num_layers) == (theirs.hidden_size, theirs.num_hidden_layers)
+    assert (ours.num_heads, ours.vocab_size) == (theirs.num_attention_heads, theirs.vocab_size)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.intermediate_size == theirs.intermediate_size
+    assert ours.max_position == theirs.max_position_embeddings
+    eps = getattr(theirs, "rms_norm_eps", None) or theirs.layer_norm_eps
+    assert (ours.rms_norm_eps, ours.rope.theta) == (eps, theirs.rope_parameters["rope_theta"])
+    if ours.experts is not None:
+        chosen = ours.experts.count, ours.experts.top_k, ours.experts.inner_size
+        theirs_chosen = theirs.num_experts, theirs.num_experts_per_tok, theirs.moe_intermediate_size
+        assert chosen == theirs_chosen
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,26 @@ KIMI_CALL = (
     "<|tool_call_end|>"
 )
 KIMI = f"<|tool_calls_section_begin|>{KIMI_CALL}{KIMI_CALL}<|tool_calls_section_end|>"
+COHERE_CALL = (
+    '{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris", "days": 3}}'
+)
+COHERE = f"<|START_ACTION|>[\n    {COHERE_CALL},\n\n    {COHERE_CALL}\n]<|END_ACTION|>"
+APERTUS = '<|tools_prefix|>[{"weather": {"city": "Paris", "days": 3}}, {"now": {}}]<|tools_suffix|>'
+
+
+def deep(words: str) -> str:
+    """A mark of DeepSeek's."""
+    return f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
+
+
+SEEK_CALL = (
+    deep("tool call begin")
+    + (f'function{deep("tool sep")}weather\n```json\n{{"city": "Paris", "days": 3}}\n```')
+    + deep("tool call end")
+)
+SEEK = deep("tool calls begin") + f"{SEEK_CALL}\n{SEEK_CALL}" + deep("tool calls end")
+SEEK_31 = SEEK.replace("function" + deep("tool sep"), "").replace("\n```json\n", deep("tool sep"))
+SEEK_31 = SEEK_31.replace("\n```", "").replace("\n", "")
 NOW = ("now", {})
 CALL = ("weather", PARIS)
 # Syntax, answer, content, calls.
@@ -167,6 +187,22 @@ WHOLE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("hunyuan_a13b", f"<tool_calls>[{OBJECT}, {OBJECT}]</tool_calls>", None, [CALL, CALL]),
     ("nemotron_v2", f"<TOOLCALL>[{OBJECT}]</TOOLCALL>\n", None, [CALL]),
     ("nemotron_v2", "<TOOLCALL>none</TOOLCALL>", "<TOOLCALL>none</TOOLCALL>", []),
+    ("phi4_mini_json", f"functools[{OBJECT}, {OBJECT}]", None, [CALL, CALL]),
+    ("phi4_mini_json", f"Well. <|tool_call|>{OBJECT}<|/tool_call|>\n", "Well.", [CALL]),
+    ("phi4_mini_json", f"<|tool_call|>[{OBJECT}]<|/tool_call|> ok", " ok", [CALL]),
+    ("phi4_mini_json", "import functools\nfunctools.reduce", None, []),
+    ("cohere_command3", f"I look.{COHERE}", "I look.", [CALL, CALL]),
+    ("cohere_command3", COHERE.replace('"tool_call_id": "0", ', ""), None, [CALL, CALL]),
+    ("cohere_command3", COHERE.replace("weather", "rm"), None, []),
+    ("cohere_command3", '<|START_ACTION|>[{"tool_name": "now", "parameters": {}}, {}]',
+     ", {}]", [NOW]),
+    ("apertus", f"I look.\n{APERTUS}", "I look.", [CALL, NOW]),
+    ("apertus", APERTUS.replace("weather", "rm"), None, []),
+    ("apertus", '<|tools_prefix|>[{"now": {}}<|tools_suffix|> ok', " ok", [NOW]),
+    ("deepseek_v3", f"I look.{SEEK}", "I look.", [CALL, CALL]),
+    ("deepseek_v3", SEEK.replace("weather", "rm"), None, []),
+    ("deepseek_v31", f"{SEEK_31}\n", None, [CALL, CALL]),
+    ("deepseek_v31", SEEK_31.replace("weather", "rm"), None, []),
 ]  # fmt: skip
 
 
@@ -382,6 +418,33 @@ def test_thoughts(prompt: str, text: str, thoughts: str, content: str) -> None:
     message = message_of(whole)
     assert (message.reasoning, message.content) == (thoughts, content)
     assert parted(made(), text, list(range(len(text)))) == whole
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize(
+    ("answer", "thoughts", "content", "calls"),
+    [
+        (f"a plan\n<|END_THINKING|>{COHERE}", "a plan", None, [CALL, CALL]),
+        ("a<|END_THINKING|><|START_RESPONSE|>b\n<|END_RESPONSE|>", "a", "b\n", []),
+        ("a<|END_THINKING|>\nb<|END_RESP", "a", "b<|END_RESP", []),
+    ],
+)
+def test_content_may_stand_between_marks(
+    answer: str, thoughts: str, content: str | None, calls: Any, begins: bool
+) -> None:
+    """As Command R7B has it, with thoughts before it or without."""
+    answer = f"<|START_THINKING|>{answer}" if begins else answer.partition("<|END_THINKING|>")[2]
+    row = REASONING["cohere_command3"]
+
+    def made() -> AnswerParser:
+        tools = ToolParser(BY_NAME["cohere_command3"], SCHEMAS)
+        return AnswerParser([ReasoningParser(row, False), tools], None)
+
+    whole = parted(made(), answer, [])
+    message = message_of(whole)
+    assert message.reasoning == (thoughts if begins else "")
+    assert (message.content or "").lstrip("\n") == (content or "") and calls_of(message) == calls
+    assert parted(made(), answer, list(range(len(answer)))) == whole
 
 
 @pytest.mark.parametrize(

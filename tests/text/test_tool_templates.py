@@ -2,8 +2,8 @@
 parser that is chosen by this template reads the same calls from those tokens.
 
 The templates are short ones of our own with the marks of Hermes and Qwen 3, Qwen3-Coder, Llama 3.1,
-Mistral, GLM 4.5, Gemma 4, Granite 3, gpt-oss, LFM2.5, MiniMax-M2, Seed-OSS, Kimi K2, Hunyuan and
-Nemotron Nano v2.
+Mistral, GLM 4.5, Gemma 4, Granite 3, gpt-oss, LFM2.5, MiniMax-M2, Seed-OSS, Kimi K2, Hunyuan,
+Nemotron Nano v2, Phi-4-mini, Command R7B, Apertus and DeepSeek-V3 and V3.1.
 """
 
 from __future__ import annotations
@@ -123,6 +123,46 @@ LISTED = CHATML.replace(
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
     "{{ ', ' if not loop.last }}{% endfor %}]END{% endif %}",
 )
+PHI_TAGS = (
+    '<|tool_call|>{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}<|/tool_call|>'
+)
+# Calls are numbered, on lines of their own.
+COHERE = CHATML.replace(
+    CALLS + "BODY{% endfor %}",
+    "{% if m.tool_calls %}<|START_ACTION|>[\n{% for c in m.tool_calls %}    "
+    '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.function.name }}", "parameters": '
+    "{{ c.function.arguments | tojson }}}{{ ',' if not loop.last }}\n\n{% endfor %}]"
+    "<|END_ACTION|>{% endif %}",
+)
+APERTUS = CHATML.replace(
+    CALLS + "BODY{% endfor %}",
+    "{% if m.tool_calls %}<|tools_prefix|>[{% for c in m.tool_calls %}"
+    "{{ '{' }}\"{{ c.function.name }}\": {{ c.function.arguments | tojson }}}"
+    "{{ ', ' if not loop.last }}{% endfor %}]<|tools_suffix|>{% endif %}",
+)
+DEEPSEEK = CHATML.replace(
+    CALLS + "BODY{% endfor %}",
+    "{% if m.tool_calls %}<|tool calls begin|>{% for c in m.tool_calls %}"
+    "{{ '\n' if not loop.first }}<|tool call begin|>function<|tool sep|>{{ c.function.name }}\n"
+    "```json\n{{ c.function.arguments | tojson }}\n```<|tool call end|>{% endfor %}"
+    "<|tool calls end|>{% endif %}",
+)
+DEEPSEEK_31 = (
+    DEEPSEEK.replace("function<|tool sep|>", "")
+    .replace("\n```json\n", "<|tool sep|>")
+    .replace("\n```", "")
+    .replace("{{ '\n' if not loop.first }}", "")
+)
+
+
+def with_deep_marks(template: str) -> str:
+    """With the bars and the spaces of DeepSeek's tokens."""
+    for words in ("calls begin", "calls end", "call begin", "call end", "sep"):
+        mark = f"<\uff5ctool {words}\uff5c>".replace(" ", "\u2581")
+        template = template.replace(f"<|tool {words}|>", mark)
+    return template
+
+
 # The parser, a template, what ends a turn, and whether a turn may have text and several calls.
 TEMPLATES = {
     "hermes": (CHATML.replace("BODY", HERMES), "<|im_end|>", True),
@@ -149,6 +189,17 @@ TEMPLATES = {
         True,
     ),
 }
+TEMPLATES |= {
+    name: (template, "<|im_end|>", True)
+    for name, template in {
+        "phi4_mini_json": LISTED.replace("BEGIN", "functools").replace("END", ""),
+        "phi4_mini_json, tags": CHATML.replace("BODY", PHI_TAGS),
+        "cohere_command3": COHERE,
+        "apertus": APERTUS,
+        "deepseek_v3": with_deep_marks(DEEPSEEK),
+        "deepseek_v31": with_deep_marks(DEEPSEEK_31),
+    }.items()
+}
 TALK: list[dict[str, Any]] = [{"role": "user", "content": "Will it rain?"}]
 ODD = {"city": 'São "Paulo"\n{}', "days": 3, "more": {"a": [1, None, "x"]}}
 
@@ -163,11 +214,31 @@ ODD = {"city": 'São "Paulo"\n{}', "days": 3, "more": {"a": [1, None, "x"]}}
         ("<seed:tool_call>\\n<function=example_function_name>", "seed_oss"),
         ("<tool_call>\\n<function=example_function_name>", "qwen3_coder"),
         ("<TOOLCALL>[", "nemotron_v2"),
+        # As vLLM's templates and llama.cpp's show it.
+        ('formatted as functools[{"name": [function name], ', "phi4_mini_json"),
+        ('<|tool_call|>{"name": "foo", "arguments": {"a": 1}}<|/tool_call|>', "phi4_mini_json"),
+        ("Action: write <|START_ACTION|> followed by", "cohere_command3"),
+        ("set tool_calls_token = '<|tools_prefix|>'", "apertus"),
+        (with_deep_marks("function<|tool sep|>NAME\\n```json\\n{"), "deepseek_v3"),
+        (with_deep_marks("tool_call_name<|tool sep|>tool_call_arguments"), "deepseek_v31"),
     ],
 )
 def test_a_template_shows_how_its_model_writes_calls(sign: str, name: str) -> None:
     syntax = syntax_of(f"{{% for t in tools %}}{sign}{{{{ t }}}}{{% endfor %}}")
     assert syntax is not None and syntax.name == name
+
+
+def test_a_template_for_tools_alone_may_show_thoughts(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tool_model(tiny("llama"), tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    path = folder / "tokenizer_config.json"
+    named = {"default": "plain", "tool_use": "{{ tools }}<|START_THINKING|>"}
+    listed = [{"name": name, "template": template} for name, template in named.items()]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": listed}))
+    reasoning = ChatParsers.of(Tokenizer.from_folder(folder)).reasoning
+    assert reasoning is not None and reasoning.name == "cohere_command3"
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -12,7 +12,7 @@ from nanoengine.loading.gguf.rope_scaling import original_length
 from nanoengine.loading.layer_kinds import FULL, RECURRENT, SLIDING
 
 COHERE_INTERVAL = 4
-EXAONE_INTERVAL = 4
+EXAONE_INTERVAL = OLMO_INTERVAL = 4
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 # Settings that change the arithmetic, and Hugging Face's keys for them, which Granite alone has.
 GRANITE_KEYS = {
@@ -135,6 +135,24 @@ def exaone_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
     has_window = metadata.have_windows(num_layers, EXAONE_INTERVAL)
     kinds = [SLIDING if window and has else FULL for has in has_window]
     return {"sliding_window": window, "layer_types": kinds}
+
+
+def olmo_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
+    """OLMo 3 is an OLMo 2 with windows, in whose layers RoPE is not scaled; older files do not say
+    which layers these are.
+    """
+    window = metadata.count("attention.sliding_window")
+    if not window:
+        return {}
+    has_window = metadata.have_windows(num_layers, OLMO_INTERVAL)
+    theta = metadata.real("rope.freq_base", 10000.0)
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "sliding_window": window,
+        "layer_types": [SLIDING if has else FULL for has in has_window],
+        "rope_local_base_freq": metadata.real("rope.freq_base_swa", theta),
+    }
 
 
 def granite_settings(metadata: Metadata, head_dim: int) -> dict[str, Any]:

@@ -99,15 +99,12 @@ _LFM2_NAMES = _LAYER_NAMES | {
     "shortconv.out_proj": "conv.out_proj",
 }
 _NEWER_NAMES = _LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"}
+_NORMS_AFTER_NAMES = _NEWER_NAMES | {"post_ffw_norm": "post_feedforward_layernorm"}
 _NAMES = {
     "deepseek2": _LATENT_NAMES,
     "apertus": _LAYER_NAMES
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
-    "exaone4": _LAYER_NAMES
-    | {
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
+    "exaone4": _NORMS_AFTER_NAMES,
     "falcon-h1": _LAYER_NAMES | {"ffn_norm": "pre_ff_layernorm"},
     "gemma3": _GEMMA_NAMES,
     "gemma4": _GEMMA_4_NAMES,
@@ -121,6 +118,7 @@ _NAMES = {
     "lfm2moe": _LFM2_NAMES,
     "nemotron_h": NEMOTRON_NAMES,
     "nemotron_h_moe": NEMOTRON_NAMES,
+    "olmo2": _NORMS_AFTER_NAMES,
     "phi3": _PHI3_NAMES,
     "qwen35": _NEWER_NAMES,
     "qwen35moe": _NEWER_NAMES,

@@ -25,6 +25,7 @@ from nanoengine.loading.gguf.families import (
     granite_settings,
     kimi_settings,
     mistral_settings,
+    olmo_settings,
     phi3_settings,
     recurrent_settings,
 )
@@ -65,6 +66,7 @@ ARCHITECTURES = {
     "mistral3": "Ministral3ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "nemotron_h_moe": "NemotronHForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",  # OLMo 3, too
     "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -104,7 +106,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
 }
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 MAY_TURN_A_PART = ("glm4", "glm4moe", "minimax-m2", "phi3", *HYBRIDS)
-WITH_WINDOWS = ("cohere2", "exaone4", "gemma3", "gemma4", "gpt-oss", "llama", "phi3")
+WITH_WINDOWS = ("cohere2", "exaone4", "gemma3", "gemma4", "gpt-oss", "llama", "olmo2", "phi3")
 GRANITES = ("granite", "granitehybrid", "granitemoe")
 COHERES = ("cohere2", "command-r")
 
@@ -234,6 +236,8 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         return {}
     if metadata.architecture == "exaone4":
         return exaone_settings(metadata, num_layers)
+    if metadata.architecture == "olmo2":
+        return olmo_settings(metadata, num_layers)
     if metadata.architecture in LFM2:
         return short_conv_settings(metadata, stored, num_layers)
     settings: dict[str, Any] = {}
