@@ -163,6 +163,7 @@ class GGUFModel:
             self.config |= _usual_keys_of_kimi(self.config)
         self.types: dict[str, QuantType] = {}
         self.alignment: int | None = None
+        self.names = Names(self.arch, self.config["num_hidden_layers"] + 1)
         self.tensors = self._tensors(folder)
         if self.arch == "gemma4":
             full = self.config["rope_parameters"]["full_attention"]
@@ -183,7 +184,7 @@ class GGUFModel:
 
     def _tensors(self, folder: Path) -> dict[str, npt.NDArray[Any]]:
         tensors = {}
-        names = Names(self.arch, self.config["num_hidden_layers"] + 1)
+        names = self.names
         with CheckpointReader(folder) as reader:
             for name in sorted(reader.names()):
                 values = reader.tensor(name).float().numpy().copy()
