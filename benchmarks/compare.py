@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,14 @@ from benchmarks.limits import (
     stored_bytes,
 )
 from benchmarks.peers import Work
+from nanoengine.bench.report import versions
+from nanoengine.bench.workload import random_requests
 from nanoengine.errors import ConfigError, EngineError
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import DEMO_MODEL, packaged_gguf
 
 Row = dict[str, Any]
-MakeWorkload = Callable[[argparse.Namespace, int], tuple[list[list[int]], list[Any]]]
 
 OURS = "nanoengine"
 SCRIPT = Path(__file__).with_name("peers.py")
@@ -145,7 +146,7 @@ class Peer:
         return self.kv == ours.kv and (len(both) == 1 or both <= set(SIXTEEN_BITS))
 
 
-def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
+def compare(args: argparse.Namespace) -> Row:
     """Run all engines in turn, `rounds` times; returns a row for each engine and part of the work.
 
     A row has the figure of each round with its median, min and max; `ratio` is nanoengine over the
@@ -159,7 +160,7 @@ def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
     own = [ours] if ours.weights in SIXTEEN_BITS else [ours, _rounding(ours)]
     peers = [*own, *(peer.with_kv(ours.kv) for peer in given_peers(args.peer, folder))]
     kind = _rehearsal(WORKS[args.work]) if args.rehearsal else WORKS[args.work]
-    work = make_work(kind, args, config.vocab_size, make_workload)
+    work = make_work(kind, args, config.vocab_size)
     able = [peer for peer in peers if peer.kind in kind.engines]
     load = os.getloadavg()[0]
     limits = measure_limits(args.num_threads, dtype=getattr(torch, args.dtype))
@@ -296,20 +297,18 @@ def _rehearsal(kind: Kind) -> Kind:
     return replace(kind, shape=shape, prefix=kind.prefix // 8)
 
 
-def make_work(
-    kind: Kind, args: argparse.Namespace, vocab_size: int, make_workload: MakeWorkload
-) -> Work:
+def make_work(kind: Kind, args: argparse.Namespace, vocab_size: int) -> Work:
     """Make the prompts from seed and sizes only; the rest is filled in per engine."""
     names = ("num_seqs", "min_input", "max_input", "min_output", "max_output")
     sizes = argparse.Namespace(seed=args.seed, **dict(zip(names, kind.shape, strict=True)))
-    prompts, params = make_workload(sizes, vocab_size)
+    requests = list(random_requests(sizes, sizes.num_seqs, vocab_size))
     rng = random.Random(args.seed + 1)
     shared = [rng.randrange(vocab_size) for _ in range(kind.prefix)]
     warm_up = [[rng.randrange(vocab_size) for _ in range(64)] for _ in range(2)]
     return Work(
         model="",
-        prompts=[shared + prompt for prompt in prompts],
-        max_tokens=[p.max_tokens for p in params],
+        prompts=[shared + prompt for prompt, _ in requests],
+        max_tokens=[max_tokens for _, max_tokens in requests],
         parts=list(kind.parts),
         warm_up=warm_up if kind.is_warm else [],
         warm_up_tokens=8,
@@ -558,13 +557,13 @@ def _words(spread: Row | None) -> str:
     return "-" if spread is None else "{median:g} ({min:g}-{max:g})".format(**spread)
 
 
-def add_commands(commands: Any, make_workload: MakeWorkload, versions: Callable[[], Row]) -> None:
-    """Add this module's subcommands. make_workload comes from nanoengine/bench/main.py."""
+def add_commands(commands: Any) -> None:
+    """Add `compare`."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     sub = commands.add_parser(
         "compare", help="nanoengine and other engines, alternately", formatter_class=formatter
     )
-    sub.set_defaults(run=lambda args: {"versions": versions()} | compare(args, make_workload))
+    sub.set_defaults(run=lambda args: {"versions": versions()} | compare(args))
     sub.add_argument("--work", required=True, choices=WORKS, help="what to do")
     sub.add_argument(
         "--peer", action="append", default=[], type=peer_argument, metavar="PEER", help=PEER_FORMS

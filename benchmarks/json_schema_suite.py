@@ -35,7 +35,7 @@ PLAIN = {
     *("multipleOf", "$comment", "examples"),
 }
 FORMATS = {
-    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
+    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 }
 LEAST = 0.9
 

@@ -13,14 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import compare, gguf_files, quantization, scaling, tiers
-from nanoengine.bench.main import (
-    add_commands,
-    common_arguments,
-    make_llm,
-    make_parser,
-    run,
-    workload,
-)
+from nanoengine.bench.main import add_commands, common_arguments, make_parser, run
 from nanoengine.bench.report import versions
 
 
@@ -32,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
         for sub, measure in module.add_commands(commands):
             common_arguments(sub)
             sub.set_defaults(run=functools.partial(_with_settings, measure))
-    compare.add_commands(commands, workload, versions)
+    compare.add_commands(commands)
     gguf_files.add_command(commands)
     run(parser.parse_args(argv))
 
@@ -41,6 +34,6 @@ def _with_settings(
     measure: Callable[..., dict[str, Any]], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Run a benchmark of another module and add its settings to the result."""
-    rows = measure(args, make_llm)
+    rows = measure(args)
     settings = {k: v for k, v in vars(args).items() if v is not None and k not in ("run", "json")}
     return {"workload": settings, "versions": versions(), "threads": torch.get_num_threads()} | rows

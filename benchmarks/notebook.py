@@ -33,10 +33,7 @@ CELLS = (
         'llm.generate("The capital of France is", params)[0].outputs[0].text',
     ),
     (TEXT, "A stream gives strings as they come; leaving the loop ends the request."),
-    (
-        CODE,
-        'for delta in llm.stream("The sea is", params):\n    print(delta, end="", flush=True)',
-    ),
+    (CODE, 'for delta in llm.stream("The sea is", params):\n    print(delta, end="", flush=True)'),
     (
         CODE,
         'question = [{"role": "user", "content": "Name three rivers."}]\n'

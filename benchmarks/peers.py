@@ -91,10 +91,7 @@ def main(argv: list[str]) -> None:
             "num_cached": num_cached,
             "outputs": outputs,
         }
-    _say(
-        out,
-        {"version": engine.version, "peak_memory_mib": peak_memory_mib(), "parts": parts},
-    )
+    _say(out, {"version": engine.version, "peak_memory_mib": peak_memory_mib(), "parts": parts})
     out.flush()
     os._exit(0)  # some engines take seconds to shut down, and some crash in it
 

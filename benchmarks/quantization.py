@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.limits import rounded
 from nanoengine.api.llm import LLM
+from nanoengine.bench.main import make_llm
 from nanoengine.config.engine import CHOICES, GIB
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.model_config import read_model_config
@@ -28,11 +29,12 @@ from nanoengine.startup.probe import time_steps
 Row = dict[str, Any]
 METHODS = CHOICES["quantization"]
 BATCHES = (1, 8)
-TEXT = Path(__file__).parent.parent / "tests" / "data" / "alice.txt"
+ROOT = Path(__file__).parents[1]
+TEXT = ROOT / "tests" / "data" / "alice.txt"
 COLUMNS = ("perplexity", "weight_mib", "peak_mib", "prefill_tokens_per_s")
 
 
-def quantization(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> Row:
+def quantization(args: argparse.Namespace) -> Row:
     """Measure a row for each method; prints them as a table, too.
 
     perplexity: exp of the mean negative log-likelihood of the text's tokens after the first.
@@ -40,7 +42,7 @@ def quantization(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> Row:
     of `--input-len` random tokens. decode: steps over random KV, `--context` tokens each.
     """
     if len(args.methods) == 1:
-        return {"rows": [_measure(args, make_llm, args.methods[0])]}
+        return {"rows": [_measure(args, args.methods[0])]}
     rows = [_in_own_process(args, method) for method in args.methods]
     print(_table(rows))
     return {"rows": rows}
@@ -55,7 +57,7 @@ def perplexity(llm: LLM, token_ids: list[int]) -> float:
     return math.exp(-statistics.fmean(logprobs))
 
 
-def _measure(args: argparse.Namespace, make_llm: Callable[..., LLM], method: str) -> Row:
+def _measure(args: argparse.Namespace, method: str) -> Row:
     config = read_model_config(resolve_model(args.model))
     tokens = max(max(BATCHES) * (args.context + 256), args.input_len, args.max_text_tokens) + 512
     settings = {
@@ -102,7 +104,7 @@ def _in_own_process(args: argparse.Namespace, method: str) -> Row:
         if value is not None and name not in ("run", "json")
         for part in ("--" + name.replace("_", "-"), str(value))
     ]
-    command = [sys.executable, "-m", "nanoengine.bench.main", "quantization", *flags]
+    command = [sys.executable, str(ROOT / "bench.py"), "quantization", *flags]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     row: Row = json.loads(done.stdout.splitlines()[-1])["rows"][0]
     return row

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from benchmarks.limits import Model, decode_steps, measure_limits, rounded
 from nanoengine.api.llm import LLM
+from nanoengine.bench.main import make_llm
 from nanoengine.config.engine import GIB
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.model_config import read_model_config
@@ -27,7 +28,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (1024, 2048, 4096, 8192)
 
 
-def scaling(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> Row:
+def scaling(args: argparse.Namespace) -> Row:
     """Measure a row for each batch size and context; `tokens_per_s` is null if the KV does not fit.
 
     share_of_limit: the least time of a step, by limits.share_of_limits, over its measured time.

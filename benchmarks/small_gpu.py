@@ -6,7 +6,8 @@ Measures nothing: speeds follow from the bandwidths in CARDS, and the page says 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from nanoengine.config.engine import GIB, make_config
 from nanoengine.config.model import ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
@@ -20,74 +21,47 @@ from nanoengine.startup.weight_bytes import layer_matrices
 CARDS = {"16 GB": (16, 500.0), "24 GB": (24, 900.0)}
 LINK_GB_PER_S = 25.0  # PCIe 4 x16
 RAM_GIB = 64
-CONTEXTS = (32_000, 64_000, 100_000, 131_072)
-LLAMA_8B = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    max_position=131072,
-    tie_word_embeddings=False,
-    rope=RopeConfig(500000.0),
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_layers"),
+    *("num_heads", "num_kv_heads", "head_dim", "max_position"),
 )
-LLAMA_3B = replace(
-    LLAMA_8B,
-    hidden_size=3072,
-    intermediate_size=8192,
-    num_layers=28,
-    num_heads=24,
+CONTEXTS = (32_000, 64_000, 100_000, 131_072)
+
+
+def shape(architecture: str, sizes: tuple[int, ...], theta: float, **more: Any) -> ModelConfig:
+    """sizes: of SIZES."""
+    fields: dict[str, Any] = dict(zip(SIZES, sizes, strict=True)) | {"rope": RopeConfig(theta)}
+    usual = {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    return ModelConfig(architecture, **(fields | usual | more))
+
+
+LLAMA_8B = shape("LlamaForCausalLM", (128256, 4096, 14336, 32, 32, 8, 128, 131072), theta=500000.0)
+LLAMA_3B = shape(
+    "LlamaForCausalLM",
+    (128256, 3072, 8192, 28, 24, 8, 128, 131072),
+    theta=500000.0,
     tie_word_embeddings=True,
 )
-QWEN3_30B_A3B = ModelConfig(
-    architecture="Qwen3MoeForCausalLM",
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_layers=48,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
+QWEN3_30B_A3B = shape(
+    "Qwen3MoeForCausalLM",
+    (151936, 2048, 6144, 48, 32, 4, 128, 262144),
+    theta=10000000.0,
     rms_norm_eps=1e-6,
-    max_position=262144,
-    tie_word_embeddings=False,
-    rope=RopeConfig(10000000.0),
     experts=ExpertsConfig(128, 8, 768, renormalises=True),
 )
-GPT_OSS_20B = ModelConfig(
-    architecture="GptOssForCausalLM",
-    vocab_size=201088,
-    hidden_size=2880,
-    intermediate_size=2880,
-    num_layers=24,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=64,
-    rms_norm_eps=1e-5,
-    max_position=131072,
-    tie_word_embeddings=False,
-    rope=RopeConfig(150000.0),
+GPT_OSS_20B = shape(
+    "GptOssForCausalLM",
+    (201088, 2880, 2880, 24, 64, 8, 64, 131072),
+    theta=150000.0,
     windows=tuple(128 if layer % 2 == 0 else None for layer in range(24)),
     experts=ExpertsConfig(32, 4, 2880, renormalises=True, has_bias=True),
     codes="MXFP4",
 )
-QWEN3_6_27B = ModelConfig(
-    architecture="Qwen3_5ForCausalLM",
-    vocab_size=248320,
-    hidden_size=5120,
-    intermediate_size=17408,
-    num_layers=64,
-    num_heads=24,
-    num_kv_heads=4,
-    head_dim=256,
+QWEN3_6_27B = shape(
+    "Qwen3_5ForCausalLM",
+    (248320, 5120, 17408, 64, 24, 4, 256, 262144),
+    theta=10000000.0,
     rms_norm_eps=1e-6,
-    max_position=262144,
-    tie_word_embeddings=False,
-    rope=RopeConfig(10000000.0),
     recurrent=RecurrentConfig(tuple(i for i in range(64) if i % 4 != 3), 16, 48, 128, 128, 4),
 )
 

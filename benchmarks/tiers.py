@@ -14,17 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 from nanoengine.api.llm import LLM
-from nanoengine.bench.main import offload_settings
+from nanoengine.bench.main import make_llm, offload_settings
 from nanoengine.errors import EngineError
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 
-MakeLLM = Callable[..., LLM]
 Row = dict[str, Any]
 MODES = ("in_place", "stream")
 
 
-def shared_prefix(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
+def shared_prefix(args: argparse.Namespace) -> dict[str, Row]:
     """Serve `num_seqs` requests with one long shared prefix twice: cold, then warm.
 
     The device cannot hold the prefix beside the running requests; `device only` has the same blocks
@@ -47,7 +46,7 @@ def shared_prefix(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]
     return rows
 
 
-def sharing(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
+def sharing(args: argparse.Namespace) -> dict[str, Row]:
     """Answer one question about a streamed document, then `num_seqs` at once, and draw as many
     samples of one answer: what all read crosses the link once.
     """
@@ -68,7 +67,7 @@ def sharing(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
     return rows
 
 
-def preemption(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
+def preemption(args: argparse.Namespace) -> dict[str, Row]:
     """Seconds from a preemption to the next token, with KV kept on the host and recomputed."""
     rng, rows = random.Random(args.seed), {}
     for mode in MODES:
@@ -93,7 +92,7 @@ def preemption(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
     return rows
 
 
-def fairness(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
+def fairness(args: argparse.Namespace) -> dict[str, Row]:
     """Time a short request beside a streamed one, with and without the link budget, and one that
     arrives during a long prefill.
     """

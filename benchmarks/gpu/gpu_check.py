@@ -450,7 +450,7 @@ def make_rows(
         "ranks": {
             "two_gpus": lambda: two_gpus(
                 large, scale, lambda: parity(llama, scale, (2,), tensor_parallel_size=2)
-            ),
+            )
         },
         "line": {
             "offloaded_cache": lambda: offloaded_cache(large, scale, link_speed()),

@@ -14,14 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.flash_stand_in import OneChunk
-from benchmarks.gpu.gpu_measure import (
-    Row,
-    Scale,
-    decoding,
-    offloaded,
-    running,
-    time_prefill,
-)
+from benchmarks.gpu.gpu_measure import Row, Scale, decoding, offloaded, running, time_prefill
 from nanoengine.attention.flash_calls import plan_calls
 from nanoengine.attention.flash_kernels import try_kernel
 from nanoengine.attention.select import FLASH_KERNELS, ORDER, AttentionSetup, make_attention

@@ -12,15 +12,7 @@ from unittest import mock
 import torch
 import transformers
 
-from benchmarks.gpu.gpu_measure import (
-    Row,
-    Scale,
-    capped,
-    card,
-    offloaded,
-    running,
-    time_decode,
-)
+from benchmarks.gpu.gpu_measure import Row, Scale, capped, card, offloaded, running, time_decode
 from benchmarks.gpu.gpu_rows import free_memory
 from nanoengine.loading.model_config import read_model_config
 

@@ -230,7 +230,7 @@ def cases() -> dict[str, Case]:
     found = {}
     for name, row in TINY.items():
         settings = OTHERWISE.get(name, {})
-        if row.model_class.__name__ in ARCHITECTURES and settings is not None:
+        if row.architecture in ARCHITECTURES and settings is not None:
             found[name] = usual(name)
     return found | variants()
 

@@ -37,6 +37,7 @@ from nanoengine.bench.niah import (
 )
 from nanoengine.bench.report import check_file, first_difference, versions
 from nanoengine.bench.workload import count
+from nanoengine.config.engine import NAMES
 from nanoengine.errors import ConfigError, EngineError
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.outputs import RequestOutput
@@ -248,22 +249,9 @@ def _check_outputs(args: argparse.Namespace) -> None:
             ) from error
 
 
-ENGINE_SETTINGS = (
-    "dtype",
-    "quantization",
-    "num_gpu_blocks",
-    "kvcache_block_size",
-    "max_model_len",
-    "max_num_seqs",
-    "offload_mode",
-    "kv_offload_gib",
-    "kv_offload_dtype",
-    "speculative",
-)
-
-
 def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(args, name) for name in ENGINE_SETTINGS}
+    names = NAMES - {"model", "seed"}  # the seed is that of the draws
+    given = {name: value for name, value in vars(args).items() if name in names}
     settings = {name: value for name, value in given.items() if value is not None}
     return settings | {"enable_cpu_offload": args.enable_offload}
 

@@ -114,15 +114,6 @@ class Model:
         self.params = params
         self._is_quiet = is_quiet
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether the model has a chat template."""
-        return bool(self.llm.tokenizer.has_chat_template)
-
-    def stream(self, prompt: str | list[dict[str, str]]) -> Any:
-        """The deltas of the answer to a text or a conversation (a DeltaStream)."""
-        return self.llm.stream(prompt, self.params)
-
     def deltas(self, stream: Any) -> Iterator[StreamDelta]:
         """Those of a stream. Until the first, a terminal shows how much of the prompt is read."""
         is_shown = not self._is_quiet and sys.stderr is not None and sys.stderr.isatty()

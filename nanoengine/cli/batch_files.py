@@ -174,12 +174,7 @@ class AnswerFile:
         """Write an answer: a response, an error, or both for a request that was refused. Raises
         BatchFileError if the disk takes no more.
         """
-        row = {
-            "id": line.id,
-            "custom_id": line.custom_id,
-            "response": response,
-            "error": error,
-        }
+        row = {"id": line.id, "custom_id": line.custom_id, "response": response, "error": error}
         data = json.dumps(row).encode() + b"\n"
         try:
             while data:  # a disk that is nearly full takes a part

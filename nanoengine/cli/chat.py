@@ -29,7 +29,7 @@ def chat(args: argparse.Namespace) -> int:
     """Talk until the input ends; returns the exit status."""
     config, sampling = engine_config(args), sampling_settings(args)
     with open_model(config, sampling, args.quiet) as model:
-        if not model.has_chat_template:
+        if not model.llm.tokenizer.has_chat_template:
             raise InvalidPromptError(
                 f"{args.model} has no chat template; complete a text with: nanoengine run "
                 f"{shlex.quote(args.model)} --raw"
@@ -104,7 +104,8 @@ class Conversation:
         end = ""
         self._last = Statistics()
         try:
-            with self._model.stream([*system, *self._messages]) as stream:
+            messages = [*system, *self._messages]
+            with self._model.llm.stream(messages, self._model.params) as stream:
                 for counts in (self._last, self._total):
                     counts.begin(len(stream.request.prompt_token_ids))
                 for delta in self._model.deltas(stream):

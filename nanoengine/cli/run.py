@@ -18,12 +18,13 @@ def run(args: argparse.Namespace) -> int:
     config, sampling = engine_config(args), sampling_settings(args)
     prompt = read_prompt(args.prompt)
     with open_model(config, sampling, args.quiet) as model:
-        is_chat = model.has_chat_template if args.is_chat is None else args.is_chat
+        has_template = model.llm.tokenizer.has_chat_template
+        is_chat = has_template if args.is_chat is None else args.is_chat
         model.say(f"{'chat' if is_chat else 'raw'}: {len(prompt)} characters")
         statistics = Statistics()
         messages = [{"role": "user", "content": prompt}]
         pieces: list[str] = []
-        with model.stream(messages if is_chat else prompt) as stream:
+        with model.llm.stream(messages if is_chat else prompt, model.params) as stream:
             statistics.begin(len(stream.request.prompt_token_ids))
             for delta in model.deltas(stream):
                 statistics.add(delta)

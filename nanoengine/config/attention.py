@@ -66,11 +66,7 @@ class AttentionLimits:
 
 
 _FLASH = AttentionLimits(
-    ("bfloat16", "float16"),
-    head_dim_step=8,
-    max_head_dim=256,
-    page=256,
-    windows=False,
+    ("bfloat16", "float16"), head_dim_step=8, max_head_dim=256, page=256, windows=False
 )
 # Keys are values of attention_backend. Each backend returns its log-sum-exp, so that results of
 # chunks can be merged, or carries its softmax state from chunk to chunk.
@@ -79,11 +75,7 @@ ATTENTION_LIMITS = {
     "varlen": _FLASH,
     "triton": AttentionLimits(),
     "ascend": AttentionLimits(
-        ("bfloat16", "float16"),
-        head_dim_step=128,
-        max_head_dim=128,
-        page=128,
-        windows=False,
+        ("bfloat16", "float16"), head_dim_step=128, max_head_dim=128, page=128, windows=False
     ),
     "sdpa": AttentionLimits(head_dim_step=8, windows=False),
     "c": AttentionLimits(("float32", "bfloat16")),

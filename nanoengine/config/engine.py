@@ -142,9 +142,9 @@ class EngineConfig:
     by decode steps over a part of the KV on the device; fewer where they do not pay. "mtp:K": up to
     K by the MTP head (multi-token prediction), if it has one; fewer where they do not
     pay. "ngram:K+resident:K", "ngram:K+mtp:K": lookup first. "auto": lookup and drafts over the KV
-    on the device with K = 8. None: "resident:8" if KV is
-    streamed and the plan says "the same bits in any batch", as on a CPU in bfloat16; all requests
-    of a step then have max_num_seqs guesses, or 32 if that is less; else "off".
+    on the device with K = 8. None: "resident:8" if KV is streamed and the plan says "the same bits
+    in any batch", as on a CPU in bfloat16; all requests of a step then have no more guesses than
+    max_num_seqs or 32, whichever is more; else "off".
     generation_config: default sampling parameters of requests. "auto": those of the model's
     generation_config.json; None or "vllm": SamplingParams().
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses

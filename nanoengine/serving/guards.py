@@ -45,9 +45,7 @@ class KeyGuard:
             "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        told = told_of(refusal, scope["path"])
-        response = JSONResponse(told.body, told.status, told.headers)
-        await response(scope, receive, send)
+        await _answer(refusal, scope["path"])(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
         if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
@@ -83,8 +81,7 @@ class NameGuard:
             "which may be the name of a web page's site; set a key (--api-key), or let its pages "
             "call with --allow-origins",
         )
-        told = told_of(refusal, scope["path"])
-        await JSONResponse(told.body, told.status)(scope, receive, send)
+        await _answer(refusal, scope["path"])(scope, receive, send)
 
     def _is_near(self, host: str) -> bool:
         """Whether a Host header has no name, an address, or a name that no site can have."""
@@ -93,6 +90,11 @@ class NameGuard:
         with suppress(ValueError):
             return bool(ip_address(name))
         return "." not in name or name.endswith(NEAR) or name in self._names
+
+
+def _answer(refusal: Refusal, path: str) -> JSONResponse:
+    told = told_of(refusal, path)
+    return JSONResponse(told.body, told.status, told.headers)
 
 
 def _digest(key: str) -> bytes:

@@ -39,7 +39,6 @@ CODES: tuple[tuple[type[RequestError], str], ...] = (
 )
 # LangChain and LiteLLM know this error by words of its message, not by its code.
 TOO_LONG = "the prompt is too long, this model's maximum context length is exceeded: "
-BAD_REQUEST, SERVER_ERROR = 400, 500
 NAMES = {
     *(*PARAMS, *COMMON, *OWN[CHAT], *OWN[COMPLETIONS], "max_output_tokens", "text", TEXT_FORMAT),
     *("include", "instructions", "metadata", "user"),
@@ -73,25 +72,21 @@ def usage(outputs: Iterable[RequestOutput], echo_only: bool = False) -> dict[str
 
 def token_counts(num_in: int, num_out: int) -> dict[str, Any]:
     """Usage without its details."""
-    return {
-        "prompt_tokens": num_in,
-        "completion_tokens": num_out,
-        "total_tokens": num_in + num_out,
-    }
+    return {"prompt_tokens": num_in, "completion_tokens": num_out, "total_tokens": num_in + num_out}
 
 
-def error_body(error: RequestError, endpoint: str | None = None) -> tuple[int, dict[str, Any]]:
+def error_body(error: RequestError, endpoint: str = "") -> tuple[int, dict[str, Any]]:
     """HTTP's status and the body of the answer to a request that failed. endpoint: to which it
     came; with it, errors about prompts name their key.
     """
     if isinstance(error, TransferError | LogitsError):
-        return SERVER_ERROR, error_object(str(error), SERVER, SERVER)
+        return 500, error_object(str(error), SERVER, SERVER)
     code = next(code for kind, code in CODES if isinstance(error, kind))
     if isinstance(error, KeyRefusedError):
         code = error.code
     message = f"{TOO_LONG}{error}" if isinstance(error, PromptTooLongError) else str(error)
     param = _param(error, endpoint)
-    return BAD_REQUEST, error_object(message, INVALID, code, param)
+    return 400, error_object(message, INVALID, code, param)
 
 
 def error_object(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
@@ -99,14 +94,14 @@ def error_object(message: str, kind: str, code: str, param: str | None = None) -
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _param(error: RequestError, endpoint: str | None) -> str | None:
+def _param(error: RequestError, endpoint: str) -> str | None:
     """The key that the error is about, where it is known."""
     if isinstance(error, KeyRefusedError):
         return error.key
     # The text of an error about a parameter begins with its name, or with that of a part of it.
     name = str(re.findall("^[a-z_.]*", str(error))[0])
     if isinstance(error, InvalidPromptError | PromptTooLongError) and name != "cache_salt":
-        return PROMPTS.get(endpoint or "", name if name in TOKENS_OF else None)
+        return PROMPTS.get(endpoint, name if name in TOKENS_OF else None)
     while name and name not in NAMES:
         name = name.rpartition(".")[0]
     return name or None

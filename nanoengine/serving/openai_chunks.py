@@ -9,12 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
-from nanoengine.serving.openai_answers import (
-    Event,
-    answer_head,
-    token_counts,
-    usage,
-)
+from nanoengine.serving.openai_answers import Event, answer_head, token_counts, usage
 from nanoengine.serving.openai_logprobs import (
     CompletionLogprobs,
     ContentLogprobs,
@@ -155,10 +150,7 @@ class ChatChunks(_Chunks):
         return chunks
 
     def _logprobs(
-        self,
-        made: CompletionOutput | StreamDelta,
-        pieces: list[Piece],
-        scores: ContentLogprobs,
+        self, made: CompletionOutput | StreamDelta, pieces: list[Piece], scores: ContentLogprobs
     ) -> dict[str, Any] | None:
         """Those of new tokens, and of their pieces if there may be thoughts that are not wanted."""
         found = chat_logprobs(made, self._token_bytes, self._request.params.logprobs or 0)
@@ -231,19 +223,16 @@ class CompletionChunks(_Chunks):
                     chunks.append(self._chunk(choice))
                 continue
             self._num_out += len(delta.token_ids)
-            if _says_something(delta):
-                chunks.append(self._chunk(self._choice(index, delta)))
+            reason, lists = delta.finish_reason, None
+            if delta.logprobs is not None:
+                lists = self._logprobs[index].lists(delta.token_ids, delta.logprobs)
+            if delta.text or delta.logprobs or reason is not None:  # its text may be held back
+                chunks.append(self._chunk(_text_choice(index, delta.text, lists, reason)))
         return chunks
 
     def _choices(self, prompt_index: int) -> range:
         n = self._request.params.n
         return range(prompt_index * n, prompt_index * n + n)
-
-    def _choice(self, index: int, delta: StreamDelta) -> dict[str, Any]:
-        lists = None
-        if delta.logprobs is not None:
-            lists = self._logprobs[index].lists(delta.token_ids, delta.logprobs)
-        return _text_choice(index, delta.text, lists, delta.finish_reason)
 
 
 def _reasoning_body(text: str) -> dict[str, str]:
@@ -274,11 +263,6 @@ def _joined(parts: list[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:
     if not parts:
         return None
     return {name: [each for part in parts for each in part[name]] for name in parts[0]}
-
-
-def _says_something(delta: StreamDelta) -> bool:
-    """Whether a delta is worth a chunk: its text may be held back."""
-    return bool(delta.text or delta.logprobs or delta.finish_reason is not None)
 
 
 def _chat_choice(

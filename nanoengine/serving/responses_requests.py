@@ -133,9 +133,8 @@ def _within(
 
 
 def _logprobs(given: dict[str, Any]) -> int | None:
-    """How many likeliest tokens are wanted beside each; None without log-probabilities.
-
-    What else an answer can include comes from tools and reasoning, which there are not.
+    """How many likeliest tokens are wanted beside each; None without log-probabilities. What else
+    `include` may name, no answer has.
     """
     include, number = given.get("include", []), top_logprobs(given)
     if not isinstance(include, list):

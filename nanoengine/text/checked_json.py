@@ -126,7 +126,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CorruptModelError(f"{path} is no valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CorruptModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    _check_depth(path, content)
+    if is_deep(content):  # other code reads or shows values recursively
+        raise CorruptModelError(f"{path} is nested deeper than {MAX_DEPTH} levels")
     return content
 
 
@@ -156,12 +157,6 @@ def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {shown(key)} is there twice, with different values")
         values[key] = value
     return values
-
-
-def _check_depth(path: Path, content: Any) -> None:
-    """Raise CorruptModelError for deep nesting: other code reads or shows values recursively."""
-    if is_deep(content):
-        raise CorruptModelError(f"{path} is nested deeper than {MAX_DEPTH} levels")
 
 
 def is_deep(content: Any) -> bool:

@@ -21,7 +21,7 @@ from nanoengine.text.schema_formats import without_other_formats
 from nanoengine.text.template_process import WorkerProcess
 from nanoengine.text.thinking import ThinkingMarks, ThinkingState, begins_open
 from nanoengine.text.tokenizer import Tokenizer
-from nanoengine.text.tokenizer_files import _let_interrupts_through
+from nanoengine.text.tokenizer_files import let_interrupts_through
 from nanoengine.text.tools import WHITESPACE
 
 MAX_CACHED = 1 << 20  # bytes of the forms whose grammars are kept
@@ -115,7 +115,7 @@ class Grammars:
             compiled.deep_copy().compute_bitmask()  # the first one takes the longest
             error = compiled.get_error()
         except BaseException as refusal:
-            _let_interrupts_through(refusal)
+            let_interrupts_through(refusal)
             error = str(refusal)
         if error:
             raise InvalidParamsError(f"structured_outputs: {kind}: {_reason(error)}")

@@ -19,14 +19,14 @@ from nanoengine.text.chat_template import ChatTemplate
 from nanoengine.text.checked_json import has_file
 from nanoengine.text.template_process import RENDER_SECONDS, TemplateProcess
 from nanoengine.text.tokenizer_files import (
-    _add_outside_tokens,
-    _backend_from_transformers,
-    _chat_templates,
-    _let_interrupts_through,
-    _read_backend,
-    _special_tokens,
-    _text_of,
-    _try_out,
+    add_outside_tokens,
+    backend_from_transformers,
+    let_interrupts_through,
+    read_backend,
+    read_chat_templates,
+    read_special_tokens,
+    reason_of,
+    try_out,
 )
 
 
@@ -63,11 +63,11 @@ class Tokenizer:
         """
         path = folder / "tokenizer.json"
         is_there = has_file(path)
-        backend = _read_backend(path) if is_there else _backend_from_transformers(folder)
+        backend = read_backend(path) if is_there else backend_from_transformers(folder)
         if is_there:
-            _add_outside_tokens(backend, folder)
-        made = cls(backend, _special_tokens(folder), _chat_templates(folder))
-        _try_out(backend, path if is_there else folder)  # without a file's padding
+            add_outside_tokens(backend, folder)
+        made = cls(backend, read_special_tokens(folder), read_chat_templates(folder))
+        try_out(backend, path if is_there else folder)  # without a file's padding
         made.folder = folder
         return made
 
@@ -137,8 +137,8 @@ class Tokenizer:
                 "decode the bytes with errors='replace'"
             ) from error
         except BaseException as error:
-            _let_interrupts_through(error)
-            raise InvalidPromptError(f"the prompt cannot be encoded: {_text_of(error)}") from error
+            let_interrupts_through(error)
+            raise InvalidPromptError(f"the prompt cannot be encoded: {reason_of(error)}") from error
 
     def encode_within(self, limit: int, text: str, add_special_tokens: bool = True) -> list[int]:
         """As encode(). Raises PromptTooLongError at once for a text of surely more than `limit`
@@ -165,8 +165,8 @@ class Tokenizer:
         except (OverflowError, TypeError) as error:
             raise InvalidPromptError("token ids must be integers from 0 to 2**32 - 1") from error
         except BaseException as error:
-            _let_interrupts_through(error)
-            raise InvalidPromptError(f"the ids cannot be decoded: {_text_of(error)}") from error
+            let_interrupts_through(error)
+            raise InvalidPromptError(f"the ids cannot be decoded: {reason_of(error)}") from error
 
     @property
     def special_tokens(self) -> dict[str, str]:

@@ -35,7 +35,7 @@ def read_eos_id(folder: Path) -> int | None:
 
     Raises ModelLoadError for a damaged file.
     """
-    text = _special_tokens(folder).get("eos_token")
+    text = read_special_tokens(folder).get("eos_token")
     if text is None:
         return None
     path = folder / "tokenizer_config.json"
@@ -82,19 +82,20 @@ def _is_text(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
-def _let_interrupts_through(error: BaseException) -> None:
+def let_interrupts_through(error: BaseException) -> None:
     """Raise `error` again if it is not an Exception, except for a panic of the Rust library."""
     is_panic = type(error).__module__ == "pyo3_runtime"
     if not is_panic and not isinstance(error, Exception):
         raise error
 
 
-def _text_of(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """The error's text, shortened because it may quote a whole file."""
     return str(error)[:MAX_REASON]
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
+def read_backend(path: Path) -> tokenizers.Tokenizer:
+    """What tokenizer.json holds. Raises CorruptModelError, ModelLoadError."""
     try:
         check_size(path)
         text = path.read_text(encoding="utf-8")
@@ -103,17 +104,17 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     except ModelLoadError:
         raise
     except BaseException as error:  # the library raises plain Exception
-        _let_interrupts_through(error)
-        raise CorruptModelError(f"{path} is no valid tokenizer: {_text_of(error)}") from error
+        let_interrupts_through(error)
+        raise CorruptModelError(f"{path} is no valid tokenizer: {reason_of(error)}") from error
 
 
-def _add_outside_tokens(backend: tokenizers.Tokenizer, folder: Path) -> None:
+def add_outside_tokens(backend: tokenizers.Tokenizer, folder: Path) -> None:
     """Give it the added tokens that only the files beside tokenizer.json have, and their flags, as
     transformers does. A new token is left out if it would get another id than the file says.
     """
     by_id = backend.get_added_tokens_decoder()
     known = {token.content: token for token in by_id.values()}
-    named = {*_special_tokens(folder).values()}
+    named = {*read_special_tokens(folder).values()}
     next_id = max([backend.get_vocab_size(False) - 1, *by_id]) + 1
     wanted = {}
     for token_id, token in sorted(_outside_tokens(folder, named, known).items()):
@@ -161,7 +162,7 @@ def _outside_tokens(
     }
 
 
-def _try_out(backend: tokenizers.Tokenizer, source: Path) -> None:
+def try_out(backend: tokenizers.Tokenizer, source: Path) -> None:
     """Encode and decode a text to find a broken tokenizer now. Raises CorruptModelError for a panic
     of the library, or for steps that a text would grow by."""
     check_steps(source, backend)
@@ -169,10 +170,10 @@ def _try_out(backend: tokenizers.Tokenizer, source: Path) -> None:
         for skip_special_tokens in (True, False):
             backend.decode(backend.encode(PROBE).ids, skip_special_tokens)
     except Exception as error:  # some vocabularies cannot encode every text
-        logger.info("%s does not encode %r: %s", source, PROBE, _text_of(error))
+        logger.info("%s does not encode %r: %s", source, PROBE, reason_of(error))
     except BaseException as error:
-        _let_interrupts_through(error)
-        raise CorruptModelError(f"{source} breaks the tokenizer: {_text_of(error)}") from error
+        let_interrupts_through(error)
+        raise CorruptModelError(f"{source} breaks the tokenizer: {reason_of(error)}") from error
 
 
 def check_tokenizer_is_there(folder: Path) -> None:
@@ -191,7 +192,8 @@ def check_tokenizer_is_there(folder: Path) -> None:
         )
 
 
-def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
+def backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
+    """What transformers makes of other files. Raises ModelNotFoundError, ModelLoadError."""
     check_tokenizer_is_there(folder)  # without any file transformers makes an empty tokenizer
     # Imported only for old formats: it takes over a second.
     from transformers import AutoTokenizer
@@ -201,10 +203,10 @@ def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
             str(folder), use_fast=True, local_files_only=True, trust_remote_code=False
         )
     except BaseException as error:  # a converter may raise anything
-        _let_interrupts_through(error)
+        let_interrupts_through(error)
         raise ModelLoadError(
             f"{folder} has no tokenizer.json, and transformers cannot make one "
-            f"from its other files: {_text_of(error)}"
+            f"from its other files: {reason_of(error)}"
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
@@ -212,7 +214,7 @@ def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
+def read_special_tokens(folder: Path) -> dict[str, str]:
     """Texts by name. A name in tokenizer_config.json overrides the other file, even with null."""
     found: dict[str, str | None] = {}
     for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -222,7 +224,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     return {name: text for name, text in found.items() if text is not None}
 
 
-def _chat_templates(folder: Path) -> dict[str, str]:
+def read_chat_templates(folder: Path) -> dict[str, str]:
     """Templates by name. As in transformers, chat_template.jinja overrides the other files; the
     processor of a model for images may have chat_template.json alone.
     """

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from benchmarks.main import main
-from benchmarks.quantization import TEXT, perplexity
+from benchmarks.quantization import ROOT, TEXT, perplexity
 from nanoengine import LLM, ConfigError, PromptTooLongError
 from nanoengine.config.engine import EngineConfig
 from nanoengine.loading.find_model import resolve_model
@@ -161,15 +161,18 @@ QUANT = ("quantization", "--input-len", "20", "--context", "9", "--max-text-toke
 def test_quantization(
     bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A process for each row; here each is a call."""
+    """A process for each row; here each is a call, and one program is asked for its help."""
 
     really_run = subprocess.run
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-        if command[:3] != [sys.executable, "-m", "nanoengine.bench.main"]:
+        if command[:2] != [sys.executable, str(ROOT / "bench.py")]:
             return really_run(command, **options)
         capsys.readouterr()
-        main(command[3:])
+        if "none" in command:
+            asked = really_run([*command[:3], "--help"], stdout=subprocess.PIPE, check=True)
+            assert b"usage: bench.py quantization" in asked.stdout
+        main(command[2:])
         return subprocess.CompletedProcess(command, 0, capsys.readouterr().out)
 
     monkeypatch.setattr(subprocess, "run", run)

@@ -41,7 +41,6 @@ from benchmarks.limits import (
     share_of_limits,
 )
 from nanoengine import LLM, SamplingParams
-from nanoengine.bench.main import workload
 from nanoengine.config.model import ExpertsConfig, ModelConfig, RecurrentConfig, RopeConfig
 from nanoengine.errors import ConfigError
 from nanoengine.loading.find_model import read_config_of
@@ -108,7 +107,7 @@ def peer(name: str, python: str, **more: Any) -> Peer:
 
 def work(kind: Kind = KIND) -> peers.Work:
     args = argparse.Namespace(seed=0, num_threads=1, dtype="bfloat16", weights="numbers")
-    return make_work(kind, args, CONFIG.vocab_size, workload)
+    return make_work(kind, args, CONFIG.vocab_size)
 
 
 def rows_of(

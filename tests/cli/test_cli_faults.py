@@ -78,9 +78,15 @@ def test_a_chat_without_stdin_ends(
 
 
 class Interrupted:
-    """A model whose answers are interrupted after a word."""
+    """A model, and its LLM, whose answers are interrupted after a word."""
 
-    def stream(self, messages: list[dict[str, str]]) -> Any:
+    params = None
+
+    @property
+    def llm(self) -> Any:
+        return self
+
+    def stream(self, messages: list[dict[str, str]], _: object) -> Any:
         roles = [message["role"] for message in messages]
         assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
         return nullcontext(SimpleNamespace(request=SimpleNamespace(prompt_token_ids=[1])))

@@ -257,10 +257,7 @@ def _expected(
 
 
 def assert_greedy(
-    path: Path,
-    prompts: Sequence[list[int]],
-    outputs: Sequence[RequestOutput],
-    num_tokens: int,
+    path: Path, prompts: Sequence[list[int]], outputs: Sequence[RequestOutput], num_tokens: int
 ) -> None:
     """Every answer is transformers' greedy continuation of its prompt, `num_tokens` long."""
     for prompt, tokens in zip(prompts, token_ids(outputs), strict=True):

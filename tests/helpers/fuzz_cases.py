@@ -323,18 +323,8 @@ BOMBS = [
 ]
 SNIPPETS = [
     *("{% if", "%}", "{{", "}}", "{% endfor %}", "{% for m in messages %}", "{# ", "|tojson", "'"),
-    *(
-        "{% generation %}",
-        "\n",
-        "    ",
-        "loop.",
-        "{% raw %}",
-        "\\",
-        "\x00",
-        "é",
-        "|join(",
-        "namespace(",
-    ),
+    *("{% generation %}", "\n", "    ", "loop.", "{% raw %}", "\\", "\x00", "é", "|join("),
+    "namespace(",
 ]
 
 
@@ -409,18 +399,8 @@ SIGNS = (
     *('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', '[TOOL_CALLS]f{"a": "}"}'),
     *("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", '{"arguments": {},'),
     *("<tool_call><function=f><parameter=a>1</parameter></function></tool_call>", '"name": "f"}'),
-    *(
-        "<|tool_call_start|>",
-        "<|tool_call_end|>",
-        "f(a=",
-        "'",
-        "\\u00e9",
-        ")",
-        "(",
-        "f()",
-        "=",
-        ":",
-    ),
+    *("<|tool_call_start|>", "<|tool_call_end|>", "f(a=", "'", "\\u00e9", ")", "(", "f()", "="),
+    ":",
     *('<invoke name="f">', '<parameter name="a">', "</invoke>", "<seed:tool_call>"),
     *("<minimax:tool_call>", "<tool_calls>", "<function_calls>", "<|tool_calls_section_begin|>"),
     *("<think>", "</think>", "<|python_tag|>", "<tool_c", '"name"', '"arguments": "{}"'),

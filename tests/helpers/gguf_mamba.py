@@ -14,39 +14,6 @@ Array = npt.NDArray[Any]
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
 FALCON = "falcon-h1"
 WITH_MAMBA = (FALCON, "granitehybrid", *NEMOTRONS)
-_MATRICES = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
-_NUMBERS = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
-NEMOTRON_NAMES = {
-    "model.embeddings": "token_embd",
-    "model.norm_f": "output_norm",
-    "lm_head": "output",
-    "norm": "attn_norm",
-    "mixer.q_proj": "attn_q",
-    "mixer.k_proj": "attn_k",
-    "mixer.v_proj": "attn_v",
-    "mixer.o_proj": "attn_output",
-    "mixer.up_proj": "ffn_up",
-    "mixer.down_proj": "ffn_down",
-    "mixer.gate": "ffn_gate_inp",
-    "mixer.shared_experts.up_proj": "ffn_up_shexp",
-    "mixer.shared_experts.down_proj": "ffn_down_shexp",
-    **{f"mixer.{name}": theirs for name, theirs in _MATRICES.items()},
-}
-GRANITE_HYBRID_NAMES = {f"mamba.{name}": theirs for name, theirs in _MATRICES.items()}
-FALCON_NAMES = {
-    "model.final_layernorm": "output_norm",
-    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
-    **GRANITE_HYBRID_NAMES,
-}
-ODD_MAMBA_NAMES = {
-    "pre_ff_layernorm.weight": "ffn_norm",
-    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
-    **{
-        f"{block}.{name}": theirs
-        for block in ("mamba", "mixer")
-        for name, theirs in _NUMBERS.items()
-    },
-}
 
 
 def nemotron_kind(config: dict[str, Any]) -> str:

@@ -14,11 +14,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as QuantType
 from gguf_mamba import (
     FALCON,
-    FALCON_NAMES,
-    GRANITE_HYBRID_NAMES,
-    NEMOTRON_NAMES,
     NEMOTRONS,
-    ODD_MAMBA_NAMES,
     WITH_MAMBA,
     mamba_changed,
     mamba_file_settings,
@@ -32,159 +28,24 @@ from nanoengine.loading.checkpoint import CheckpointReader
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 CONTROL, USER_DEFINED = 3, 4
-ORIGINAL_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.router.layer": "ffn_gate_inp",
-}
 EXPERT_NAMES = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
 MIXTRAL_NAMES = {"w1": "gate", "w3": "up", "w2": "down"}
-GEMMA_NAMES = ORIGINAL_NAMES | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+# What converters rename before they ask the map.
+RENAMED = {
+    ".dt_bias": ".dt_proj.bias",
+    ".e_score_correction_bias": ".e_score_correction.bias",
+    ".expert_bias": ".expert_bias.bias",
+    ".layer_scalar": ".layer_scalar.weight",
+    ".sinks": ".sinks.weight",
 }
-GEMMA_4_NAMES = GEMMA_NAMES | {
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm",
-    "post_feedforward_layernorm_1": "post_ffw_norm_1",
-    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-    "post_feedforward_layernorm_2": "post_ffw_norm_2",
-    "router.proj": "ffn_gate_inp",
-}
-EXAONE_NAMES = ORIGINAL_NAMES | {
-    "post_attention_layernorm": "post_attention_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-GLM4_NAMES = ORIGINAL_NAMES | {
-    "post_self_attn_layernorm": "post_attention_norm",
-    "post_mlp_layernorm": "post_ffw_norm",
-}
-HUNYUAN_NAMES = ORIGINAL_NAMES | {
-    "self_attn.query_layernorm": "attn_q_norm",
-    "self_attn.key_layernorm": "attn_k_norm",
-}
-NEWER_NAMES = ORIGINAL_NAMES | {
-    "post_attention_layernorm": "post_attention_norm",
-    "mlp.router": "ffn_gate_inp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.in_proj_ba": "ssm_ba",
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-}
-LATENT_NAMES = ORIGINAL_NAMES | {
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
-}
-KDA_NAMES = {
-    **{f"self_attn.{part}_conv1d": f"ssm_conv1d_{part}" for part in "qkv"},
-    **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
-    "self_attn.b_proj": "ssm_beta",
-    "self_attn.o_norm": "ssm_norm",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-}
-LFM2_NAMES = ORIGINAL_NAMES | {
-    "model.embedding_norm": "token_embd_norm",
-    "operator_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
-    "self_attn.out_proj": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w2": "ffn_down",
-    "feed_forward.w3": "ffn_up",
-    "feed_forward.gate": "ffn_gate_inp",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.conv": "shortconv.conv",
-    "conv.out_proj": "shortconv.out_proj",
-}
-SHARED_NAMES = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES}
-LATENT_NAMES |= SHARED_NAMES
-KIMI_NAMES = LATENT_NAMES | KDA_NAMES
-KIMI_NAMES |= {
-    name.replace("mlp", "block_sparse_moe"): theirs
-    for name, theirs in KIMI_NAMES.items()
-    if name.startswith("mlp.")
-}
-for shared in ("mlp.shared_expert", "mlp.shared_experts"):
-    NEWER_NAMES |= {f"{shared}.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES}
-NAMES = {
-    "apertus": ORIGINAL_NAMES
-    | {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
-    "deepseek2": LATENT_NAMES,
-    "dots1": ORIGINAL_NAMES | SHARED_NAMES,
-    "ernie4_5-moe": ORIGINAL_NAMES | SHARED_NAMES,
-    "exaone4": EXAONE_NAMES,
-    FALCON: ORIGINAL_NAMES | FALCON_NAMES,
-    "gemma3": GEMMA_NAMES,
-    "gemma4": GEMMA_4_NAMES,
-    "glm4": GLM4_NAMES,
-    "granitehybrid": ORIGINAL_NAMES
-    | GRANITE_HYBRID_NAMES
-    | {f"shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES},
-    "granitemoe": ORIGINAL_NAMES | {"shared_mlp.output_linear": "ffn_down_shexp"},
-    "minimax-m2": ORIGINAL_NAMES | {"block_sparse_moe.gate": "ffn_gate_inp"},
-    "hunyuan-dense": HUNYUAN_NAMES,
-    "kimi-linear": KIMI_NAMES,
-    "hunyuan-moe": HUNYUAN_NAMES
-    | {"mlp.gate.wg": "ffn_gate_inp"}
-    | {f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES},
-    **dict.fromkeys(("lfm2", "lfm2moe"), LFM2_NAMES),
-    **dict.fromkeys(NEMOTRONS, NEMOTRON_NAMES),
-    "qwen2moe": NEWER_NAMES | {"post_attention_layernorm": "ffn_norm"},
-    **dict.fromkeys(("glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), NEWER_NAMES),
-    "olmo2": EXAONE_NAMES,
-    "seed_oss": NEWER_NAMES,
-}
-# Of the head for multi-token prediction.
-NEXTN_NAMES = {
-    **{name: f"nextn.{name}" for name in ("enorm", "hnorm", "eh_proj", "embed_tokens")},
-    **{f"shared_head.{part}": f"nextn.shared_head_{part}" for part in ("norm", "head")},
-}
-# Whole names, which do not end in ".weight" on both sides.
-ODD_NAMES = {
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
-    "block_sparse_moe.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "self_attn.A_log": "ssm_a",
-    "self_attn.dt_bias": "ssm_dt.bias",
-    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
-    "feed_forward.expert_bias": "exp_probs_b.bias",
-    "self_attn.sinks": "attn_sinks.weight",
-    "linear_attn.A_log": "ssm_a",
-    "linear_attn.dt_bias": "ssm_dt.bias",
-    "layer_scalar": "layer_output_scale.weight",
+# What they name without it.
+UNMAPPED = {
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
-    **ODD_MAMBA_NAMES,
+    **{
+        f"shared_mlp.{part}_proj.weight": f"{name.removesuffix('exps')}shexp.weight"
+        for part, name in EXPERT_NAMES.items()
+    },
 }
 INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3")
 INTERLEAVED += ("granitehybrid", *NEMOTRONS)
@@ -235,59 +96,48 @@ ARCHITECTURES = {
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
 }
+YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 2.0}
 SCALINGS: dict[str, dict[str, Any]] = {
-    "arcee": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_context_length": 64,
-        "yarn_beta_fast": 2.0,
-    },
+    "arcee": YARN,
     "exaone4": {},
     "gemma3": {},
-    "gpt-oss": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_context_length": 64,
-        "yarn_beta_fast": 2.0,
-    },
-    "ministral3": {
-        "type": "yarn",
-        "factor": 32.0,
-        "original_context_length": 16,
-        "yarn_beta_fast": 2.0,
-        "yarn_log_multiplier": 1.0,
-    },
+    "gpt-oss": YARN,
+    "ministral3": YARN
+    | {"factor": 32.0, "original_context_length": 16, "yarn_log_multiplier": 1.0},
     "mistral-window": {},
     "mixtral": {},
-    "olmo3": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_context_length": 64,
-        "yarn_attn_factor": 1.0 + 0.1 * math.log(4.0),
-        "yarn_beta_fast": 2.0,
-    },
+    "olmo3": YARN | {"yarn_attn_factor": 1.0 + 0.1 * math.log(4.0)},
     "phi3": {"original_context_length": 512, "attn_factor": 1.2},
-    "qwen2": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_context_length": 64,
-        "yarn_beta_fast": 2.0,
-    },
+    "qwen2": YARN,
     "smollm3": {},
 }
 WITH_WINDOWS = ("exaone4", "gemma3", "gpt-oss", "mistral-window", "mixtral", "olmo3")
 
 
-def gguf_name(name: str, names: dict[str, str]) -> str:
-    """llama.cpp's name of a Hugging Face tensor."""
-    if name.startswith("model.layers."):
-        _, _, layer, whole = name.split(".", 3)
-        if whole in ODD_NAMES:
-            return f"blk.{layer}.{ODD_NAMES[whole]}"
-        part, _, kind = whole.rpartition(".")
-        return f"blk.{layer}.{names[part]}.{kind}"
-    stem, _, kind = name.rpartition(".")
-    return f"{names[stem]}.{kind}"
+class Names:
+    """llama.cpp's names of Hugging Face tensors, by the maps of its converters: that of an
+    architecture, Llama's for dense layers among others, and GLM's for multi-token prediction.
+    """
+
+    def __init__(self, arch: str, num_layers: int) -> None:
+        kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+        asked = kinds[arch], gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GLM4_MOE
+        self._maps = [gguf.get_tensor_name_map(kind, num_layers) for kind in asked]
+
+    def __getitem__(self, name: str) -> str:
+        """Raises KeyError for a tensor that no map has."""
+        if name.startswith("model.layers."):
+            _, _, layer, part = name.split(".", 3)
+            if part in UNMAPPED:
+                return f"blk.{layer}.{UNMAPPED[part]}"
+        for end, renamed in RENAMED.items():
+            if name.endswith(end):
+                name = name.removesuffix(end) + renamed
+        for each in (name, name.replace("block_sparse_moe", "mlp")):
+            for names in self._maps:
+                if found := names.get_name(each, (".weight", ".bias")):
+                    return str(found)
+        raise KeyError(name)
 
 
 def interleaved(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
@@ -313,6 +163,7 @@ class GGUFModel:
             self.config |= _usual_keys_of_kimi(self.config)
         self.types: dict[str, QuantType] = {}
         self.alignment: int | None = None
+        self.names = Names(self.arch, self.config["num_hidden_layers"] + 1)
         self.tensors = self._tensors(folder)
         if self.arch == "gemma4":
             full = self.config["rope_parameters"]["full_attention"]
@@ -333,16 +184,15 @@ class GGUFModel:
 
     def _tensors(self, folder: Path) -> dict[str, npt.NDArray[Any]]:
         tensors = {}
-        names = NAMES.get(self.arch, ORIGINAL_NAMES) | NEXTN_NAMES
+        names = self.names
         with CheckpointReader(folder) as reader:
             for name in sorted(reader.names()):
                 values = reader.tensor(name).float().numpy().copy()
-                name = name.replace("backbone.", "model.")
                 if self.arch == FALCON:
                     values = with_multipliers(self.config, name, values)
                 if self.arch in WITH_MAMBA and not re.search(r"_proj\.|moe\.\w+_linear", name):
                     changed = mamba_changed(self.config, name, values)
-                    tensors |= {gguf_name(each, names): v for each, v in changed.items()}
+                    tensors |= {names[each]: v for each, v in changed.items()}
                     continue
                 if name.endswith("shared_mlp.input_linear.weight"):
                     layer = name.split(".")[2]
@@ -364,7 +214,7 @@ class GGUFModel:
                     values = values.reshape(1, len(values), 1, -1)
                 if ".linear_attn." in name:
                     changed = self._recurrent(name, values)
-                    tensors |= {gguf_name(each, names): v for each, v in changed.items()}
+                    tensors |= {names[each]: v for each, v in changed.items()}
                     continue
                 if self.arch in WITH_NORM_OFFSET and name.endswith("norm.weight"):
                     values += 1
@@ -374,7 +224,7 @@ class GGUFModel:
                 if ".act_fn." in name:
                     tensors[name] = values
                     continue
-                tensors[gguf_name(name, names)] = values
+                tensors[names[name]] = values
         return tensors
 
     def _recurrent(self, name: str, values: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:

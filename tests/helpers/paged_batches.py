@@ -37,11 +37,7 @@ class Batch:
     def query_start(self) -> Tensor:
         return int32([0, *torch.tensor(self.q_lens).cumsum(0).tolist()])
 
-    def reference(
-        self,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def reference(self, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         """Causal attention in float64 over the same inputs."""
         each = zip(self.weights(window, sinks), self.values, strict=True)
         return torch.cat([torch.einsum("hqk,khd->qhd", p, self._of_heads(v)) for p, v in each])
@@ -57,11 +53,7 @@ class Batch:
     def _of_heads(self, x: Tensor) -> Tensor:
         return x.double().repeat_interleave(self.q.shape[1] // x.shape[1], 1)
 
-    def weights(
-        self,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-    ) -> Iterator[Tensor]:
+    def weights(self, window: int | None = None, sinks: Tensor | None = None) -> Iterator[Tensor]:
         """Of each sequence, what each query gives to each key: float64 [heads, queries, keys]."""
         sink = torch.full((self.q.shape[1],), -torch.inf) if sinks is None else sinks
         for q, keys in zip(self.q.split(self.q_lens), self.keys, strict=True):

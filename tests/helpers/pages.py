@@ -32,15 +32,7 @@ from nanoengine.serving.openai_keys import (
 )
 from nanoengine.serving.openai_requests import MAX_BIASES, MAX_WORD, TEMPLATE_VARIABLES
 from nanoengine.text.known_methods import METHOD, METHODS
-from nanoengine.text.known_names import (
-    ARGUMENT,
-    FLAG,
-    PARAMETER,
-    ROWS,
-    SETTING,
-    WORKS,
-    KnownName,
-)
+from nanoengine.text.known_names import ARGUMENT, FLAG, PARAMETER, ROWS, SETTING, WORKS, KnownName
 
 KNOWN = {field.name: field for field in fields(EngineConfig)}
 DOCS = Path(__file__).parents[2] / "docs"

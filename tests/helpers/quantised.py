@@ -21,10 +21,7 @@ PATTERNS = ["lm_head", r"re:.*layers\.1\..*", r"re:.*down_proj$", r"re:.*mlp\.ga
 PRODUCTS = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
 INT4 = {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "group", "group_size": GROUP}
 FLOAT8 = {"type": "float", "num_bits": 8, "strategy": "channel"}
-OF_TENSORS: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "ignore": PATTERNS,
-}
+OF_TENSORS: dict[str, Any] = {"quant_method": "compressed-tensors", "ignore": PATTERNS}
 # By name: the quantization_config, and the tensors of a weight of this shape by the ends of names.
 KINDS: dict[str, tuple[dict[str, Any], Callable[[int, int], dict[str, Tensor]]]] = {}
 KINDS["awq"] = (

@@ -399,11 +399,7 @@ class ShadowEngine:
         return batch, [*map(next_token, last)], self.guess(last)
 
     def forward(
-        self,
-        kv: StepKV,
-        fresh: list[int],
-        hashes: list[list[int]],
-        fail_at: tuple[int, int] | None,
+        self, kv: StepKV, fresh: list[int], hashes: list[list[int]], fail_at: tuple[int, int] | None
     ) -> Iterator[None]:
         """The layers of a step. fresh: hashes of its tokens; hashes: all that each item reads."""
         for layer in range(NUM_LAYERS):

@@ -122,11 +122,7 @@ class RankedEngine(DraftingEngine):
         return self.other.make_memory(spec, device, debug)
 
     def forward(
-        self,
-        kv: StepKV,
-        fresh: list[int],
-        hashes: list[list[int]],
-        fail_at: tuple[int, int] | None,
+        self, kv: StepKV, fresh: list[int], hashes: list[list[int]], fail_at: tuple[int, int] | None
     ) -> Iterator[None]:
         """See ShadowEngine; all layers at once."""
         if fail_at is not None:

@@ -14,11 +14,13 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 # They would be on stderr in the test that is the first to ask for a checkpoint.
@@ -56,6 +58,7 @@ COMMON = {
     "initializer_range": 0.2,
     "bos_token_id": BOS_ID,
     "eos_token_id": EOS_ID,
+    "pad_token_id": None,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -100,11 +103,13 @@ NEMOTRON_H = {
     "n_groups": 4,
     "time_step_min": 1e-9,
 }
-GRANITE_HYBRID = {
+GRANITE = {
     "attention_multiplier": 0.3,
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.5,
     "logits_scaling": 1.5,
+}
+GRANITE_HYBRID = GRANITE | {
     "shared_intermediate_size": 40,
     "mamba_d_state": 20,
     "mamba_n_heads": 8,
@@ -126,7 +131,6 @@ FALCON_H1 = {  # multipliers as far apart as those of published models
     "mamba_d_head": 12,
     "mamba_rms_norm": False,
     "mamba_norm_before_gate": False,
-    "pad_token_id": None,
 }
 HYBRID_EXPERTS = {
     "num_experts": 5,
@@ -140,8 +144,7 @@ HYBRID_EXPERTS = {
 class TinyModel:
     """One row of TINY: what to build and how to save it; called with a folder, it does both."""
 
-    config_class: type[Any] = LlamaConfig
-    model_class: type[Any] = LlamaForCausalLM
+    model_type: str = "llama"  # of transformers
     settings: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     saved_as: dict[str, Any] = field(default_factory=dict)  # settings of save_pretrained
@@ -151,20 +154,28 @@ class TinyModel:
     template_in_own_file: bool = False
 
     @property
-    def _config(self) -> dict[str, Any]:
-        """Those of a model for images and text are under `text_config`."""
-        return self.settings if "text_config" in self.settings else COMMON | self.settings
+    def architecture(self) -> str:
+        """Its class, as in config.json."""
+        return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type])
 
     def __call__(self, folder: Path) -> None:
         """Build the model and save it, its tokenizer and its generation settings into `folder`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            model = self.model_class(self.config_class(**self._config)).eval()
+            model = self._random_model().eval()
             _randomize_vectors(model)
         model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_IDS)
         model.save_pretrained(folder, **self.saved_as)
         tokenizer = _byte_tokenizer(self.adds_bos)
         tokenizer.save_pretrained(folder, save_jinja_files=self.template_in_own_file)
+
+    def _random_model(self) -> Any:
+        """The settings of a model for images and text are under `text_config`."""
+        if "text_config" in self.settings:
+            config = AutoConfig.for_model(self.model_type, **self.settings)
+            return AutoModelForImageTextToText.from_config(config)
+        config = AutoConfig.for_model(self.model_type, **(COMMON | self.settings))
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _randomize_vectors(model: torch.nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 # First: it sets what the libraries read at import.
 from tiny_model import (
     FALCON_H1,
+    GRANITE,
     GRANITE_HYBRID,
     HYBRID,
     HYBRID_EXPERTS,
@@ -16,123 +17,24 @@ from tiny_model import (
     YARN_ROPE,
     TinyModel,
 )
-from transformers import (
-    ApertusConfig,
-    ApertusForCausalLM,
-    ArceeConfig,
-    ArceeForCausalLM,
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Dots1Config,
-    Dots1ForCausalLM,
-    Ernie4_5_MoeConfig,
-    Ernie4_5_MoeForCausalLM,
-    Ernie4_5Config,
-    Ernie4_5ForCausalLM,
-    Exaone4Config,
-    Exaone4ForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    Gemma4UnifiedForCausalLM,
-    Gemma4UnifiedTextConfig,
-    Glm4Config,
-    Glm4ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
-    GlmConfig,
-    GlmForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    GraniteMoeSharedConfig,
-    GraniteMoeSharedForCausalLM,
-    HunYuanDenseV1Config,
-    HunYuanDenseV1ForCausalLM,
-    HunYuanMoEV1Config,
-    HunYuanMoEV1ForCausalLM,
-    KimiLinearConfig,
-    KimiLinearForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    Lfm2MoeConfig,
-    Lfm2MoeForCausalLM,
-    MiniMaxM2Config,
-    MiniMaxM2ForCausalLM,
-    Ministral3Config,
-    Ministral3ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    NemotronHConfig,
-    NemotronHForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    SeedOssConfig,
-    SeedOssForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
 
 TINY: dict[str, TinyModel] = {
     "llama": TinyModel(),
     "llama-tied": TinyModel(settings={"tie_word_embeddings": True}, seed=1),
     "llama-bias": TinyModel(settings={"attention_bias": True, "mlp_bias": True}, seed=2),
     "apertus": TinyModel(
-        ApertusConfig,
-        ApertusForCausalLM,
+        "apertus",
         {"rope_parameters": {**LLAMA3_ROPE, "original_max_position_embeddings": 8192}},
         seed=101,
     ),
-    "arcee": TinyModel(
-        ArceeConfig, ArceeForCausalLM, {"rope_parameters": YARN_ROPE, "mlp_bias": True}, seed=102
-    ),
+    "arcee": TinyModel("arcee", {"rope_parameters": YARN_ROPE, "mlp_bias": True}, seed=102),
     "cohere": TinyModel(
-        CohereConfig,
-        CohereForCausalLM,
+        "cohere",
         {"attention_bias": True, "logit_scale": 0.3, "tie_word_embeddings": False},
         seed=103,
     ),
     "cohere2": TinyModel(
-        Cohere2Config,
-        Cohere2ForCausalLM,
+        "cohere2",
         {
             "layer_norm_eps": 0.02,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -146,20 +48,16 @@ TINY: dict[str, TinyModel] = {
     "llama-sharded": TinyModel(saved_as={"max_shard_size": "200KB"}),
     # head_dim x heads is not hidden_size, and the vocabulary is padded past the tokenizer's.
     "qwen3": TinyModel(
-        Qwen3Config,
-        Qwen3ForCausalLM,
+        "qwen3",
         {"hidden_size": 48, "head_dim": 32, "vocab_size": 272, "tie_word_embeddings": True},
         seed=5,
         adds_bos=False,
         template_in_own_file=True,
     ),
-    "qwen2": TinyModel(
-        Qwen2Config, Qwen2ForCausalLM, {"rope_parameters": YARN_ROPE}, seed=6, adds_bos=False
-    ),
+    "qwen2": TinyModel("qwen2", {"rope_parameters": YARN_ROPE}, seed=6, adds_bos=False),
     # Queries have factors from position 16 on.
     "ministral3": TinyModel(
-        Ministral3Config,
-        Ministral3ForCausalLM,
+        "ministral3",
         {
             "rope_parameters": {
                 **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 32.0, "beta_fast": 2.0},
@@ -169,14 +67,11 @@ TINY: dict[str, TinyModel] = {
         },
         seed=21,
     ),
-    "seed-oss": TinyModel(
-        SeedOssConfig, SeedOssForCausalLM, {"hidden_size": 48, "head_dim": 32}, seed=22
-    ),
-    "mistral": TinyModel(MistralConfig, MistralForCausalLM, {"sliding_window": None}, seed=7),
+    "seed-oss": TinyModel("seed_oss", {"hidden_size": 48, "head_dim": 32}, seed=22),
+    "mistral": TinyModel("mistral", {"sliding_window": None}, seed=7),
     # A dense layer between two with experts, whose size is no multiple of a vector.
     "qwen3-moe": TinyModel(
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
+        "qwen3_moe",
         {
             "num_experts": 6,
             "num_experts_per_tok": 3,
@@ -188,31 +83,27 @@ TINY: dict[str, TinyModel] = {
     ),
     # One tensor for the experts of a layer, as transformers 5 holds them.
     "mixtral": TinyModel(
-        MixtralConfig,
-        MixtralForCausalLM,
+        "mixtral",
         {"num_local_experts": 4, "intermediate_size": 48, "sliding_window": 21},
         seed=13,
         saved_as={"save_original_format": False},
     ),
     # Sinks, a window in every other layer, and YaRN whose ramp ends between pairs.
     "gpt-oss": TinyModel(
-        GptOssConfig,
-        GptOssForCausalLM,
+        "gpt_oss",
         {
             "num_local_experts": 5,
             "intermediate_size": 64,
             "num_experts_per_tok": 2,
             "sliding_window": 13,
             "rope_parameters": YARN_ROPE | {"truncate": False},
-            "pad_token_id": None,
         },
         seed=15,
         adds_bos=False,
     ),
     # Factors, and a norm's eps that matters.
     "granite": TinyModel(
-        GraniteConfig,
-        GraniteForCausalLM,
+        "granite",
         {
             "attention_multiplier": 0.1,
             "embedding_multiplier": 6.0,
@@ -224,26 +115,12 @@ TINY: dict[str, TinyModel] = {
         seed=41,
     ),
     "granite-moe": TinyModel(
-        GraniteMoeConfig,
-        GraniteMoeForCausalLM,
-        {
-            "attention_multiplier": 0.3,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 1.5,
-            "num_local_experts": 5,
-            "intermediate_size": 40,
-        },
-        seed=46,
+        "granitemoe", {**GRANITE, "num_local_experts": 5, "intermediate_size": 40}, seed=46
     ),
     "granite-moe-shared": TinyModel(
-        GraniteMoeSharedConfig,
-        GraniteMoeSharedForCausalLM,
+        "granitemoeshared",
         {
-            "attention_multiplier": 0.3,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 1.5,
+            **GRANITE,
             "num_local_experts": 5,
             "intermediate_size": 40,
             "shared_intermediate_size": 24,
@@ -251,20 +128,17 @@ TINY: dict[str, TinyModel] = {
         seed=105,
     ),
     "minimax-m2": TinyModel(
-        MiniMaxM2Config,
-        MiniMaxM2ForCausalLM,
+        "minimax_m2",
         {
             "num_local_experts": 6,
             "num_experts_per_tok": 3,
             "intermediate_size": 40,
             "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            "pad_token_id": None,
         },
         seed=106,
     ),
     "dots1": TinyModel(
-        Dots1Config,
-        Dots1ForCausalLM,
+        "dots1",
         {
             "first_k_dense_replace": 1,
             "moe_intermediate_size": 24,
@@ -277,62 +151,41 @@ TINY: dict[str, TinyModel] = {
         seed=107,
     ),
     "olmoe": TinyModel(
-        OlmoeConfig,
-        OlmoeForCausalLM,
+        "olmoe",
         {
             "num_experts": 5,
             "num_experts_per_tok": 2,
             "intermediate_size": 32,
             "num_key_value_heads": 4,
-            "pad_token_id": None,
         },
         seed=14,
     ),
     # Norms after attention and feed-forward alone, and over all heads of q and of k.
-    "olmo2": TinyModel(
-        Olmo2Config,
-        Olmo2ForCausalLM,
-        {"attention_bias": True, "pad_token_id": None},
-        seed=25,
-    ),
+    "olmo2": TinyModel("olmo2", {"attention_bias": True}, seed=25),
     # The last layer sees everything, and turns by YaRN.
     "olmo3": TinyModel(
-        Olmo3Config,
-        Olmo3ForCausalLM,
+        "olmo3",
         {
             "sliding_window": 13,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
             "rope_parameters": {"full_attention": YARN_ROPE},
-            "pad_token_id": None,
         },
         seed=26,
     ),
     # Norms after attention and feed-forward alone, and of heads; the last layer does not turn.
-    "exaone4": TinyModel(
-        Exaone4Config,
-        Exaone4ForCausalLM,
-        {
-            "sliding_window": 13,
-            "sliding_window_pattern": 3,
-            "pad_token_id": None,
-        },
-        seed=44,
-    ),
+    "exaone4": TinyModel("exaone4", {"sliding_window": 13, "sliding_window_pattern": 3}, seed=44),
     "exaone4-full": TinyModel(
-        Exaone4Config,
-        Exaone4ForCausalLM,
+        "exaone4",
         {
             "sliding_window": None,
             "layer_types": ["full_attention"] * 3,
             "tie_word_embeddings": True,
-            "pad_token_id": None,
         },
         seed=45,
     ),
     # Scores by sigmoid with a bias, in groups of two; a dense layer first; half a head is turned.
     "deepseek-v2": TinyModel(
-        DeepseekV2Config,
-        DeepseekV2ForCausalLM,
+        "deepseek_v2",
         {
             **LATENT,
             "q_lora_rank": None,
@@ -353,8 +206,7 @@ TINY: dict[str, TinyModel] = {
         seed=31,
     ),
     "deepseek-v3": TinyModel(
-        DeepseekV3Config,
-        DeepseekV3ForCausalLM,
+        "deepseek_v3",
         {
             **LATENT,
             "n_group": 3,
@@ -364,48 +216,38 @@ TINY: dict[str, TinyModel] = {
         },
         seed=32,
     ),
-    "deepseek-v3-dense": TinyModel(
-        DeepseekV3Config, DeepseekV3ForCausalLM, {**LATENT, "first_k_dense_replace": 3}, seed=34
-    ),
+    "deepseek-v3-dense": TinyModel("deepseek_v3", {**LATENT, "first_k_dense_replace": 3}, seed=34),
     "glm4-moe-lite": TinyModel(
-        Glm4MoeLiteConfig,
-        Glm4MoeLiteForCausalLM,
-        {**LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]},
-        seed=33,
+        "glm4_moe_lite", {**LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]}, seed=33
     ),
     # All neighbours are turned; the layer in the middle has experts.
-    "ernie": TinyModel(Ernie4_5Config, Ernie4_5ForCausalLM, {"pad_token_id": None}, seed=51),
+    "ernie": TinyModel("ernie4_5", seed=51),
     "ernie-moe": TinyModel(
-        Ernie4_5_MoeConfig,
-        Ernie4_5_MoeForCausalLM,
+        "ernie4_5_moe",
         {
             "moe_num_experts": 6,
             "moe_k": 3,
             "moe_num_shared_experts": 2,
             "moe_intermediate_size": 24,
             "moe_layer_end_index": 1,
-            "pad_token_id": None,
         },
         seed=52,
     ),
     # Norms of q and k after the rotation, whose theta grows by alpha.
     "hunyuan": TinyModel(
-        HunYuanDenseV1Config,
-        HunYuanDenseV1ForCausalLM,
+        "hunyuan_v1_dense",
         {
             "rope_parameters": {
                 "rope_type": "dynamic",
                 "rope_theta": 1e4,
                 "alpha": 50.0,
                 "factor": 1.0,
-            },
-            "pad_token_id": None,
+            }
         },
         seed=53,
     ),
     "hunyuan-moe": TinyModel(
-        HunYuanMoEV1Config,
-        HunYuanMoEV1ForCausalLM,
+        "hunyuan_v1_moe",
         {
             "num_experts": 5,
             "moe_topk": [2, 2, 2],
@@ -416,24 +258,16 @@ TINY: dict[str, TinyModel] = {
                 "alpha": 1000.0,
                 "factor": 1.0,
             },
-            "pad_token_id": None,
         },
         seed=54,
     ),
     # Neighbours are turned, in 8 of 16 dimensions; norms before and after.
-    "glm4": TinyModel(Glm4Config, Glm4ForCausalLM, {"pad_token_id": None}, seed=42),
+    "glm4": TinyModel("glm4", seed=42),
     "glm": TinyModel(
-        GlmConfig,
-        GlmForCausalLM,
-        {
-            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0},
-            "pad_token_id": None,
-        },
-        seed=43,
+        "glm", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}}, seed=43
     ),
     "glm4-moe": TinyModel(
-        Glm4MoeConfig,
-        Glm4MoeForCausalLM,
+        "glm4_moe",
         {
             "use_qk_norm": True,
             "n_routed_experts": 6,
@@ -449,8 +283,7 @@ TINY: dict[str, TinyModel] = {
     ),
     # GLM 4.5 Air has no norms of heads, and one group of experts.
     "glm4-moe-air": TinyModel(
-        Glm4MoeConfig,
-        Glm4MoeForCausalLM,
+        "glm4_moe",
         {
             "use_qk_norm": False,
             "n_routed_experts": 6,
@@ -462,8 +295,7 @@ TINY: dict[str, TinyModel] = {
         seed=37,
     ),
     "qwen2-moe": TinyModel(
-        Qwen2MoeConfig,
-        Qwen2MoeForCausalLM,
+        "qwen2_moe",
         {
             "num_experts": 5,
             "num_experts_per_tok": 2,
@@ -475,16 +307,10 @@ TINY: dict[str, TinyModel] = {
         seed=16,
     ),
     # The middle layer sees no positions; keys that it lacks have other defaults than Llama's.
-    "smollm3": TinyModel(
-        SmolLM3Config,
-        SmolLM3ForCausalLM,
-        {"no_rope_layer_interval": 2, "pad_token_id": None},
-        seed=8,
-    ),
+    "smollm3": TinyModel("smollm3", {"no_rope_layer_interval": 2}, seed=8),
     # 12 of 16 dimensions of a head are turned, and cos and sin are 1.2 times themselves.
     "phi3": TinyModel(
-        Phi3Config,
-        Phi3ForCausalLM,
+        "phi3",
         {
             "original_max_position_embeddings": 512,
             "rope_parameters": {
@@ -495,24 +321,19 @@ TINY: dict[str, TinyModel] = {
                 "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
                 "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 13.0],
             },
-            "pad_token_id": None,
         },
         seed=9,
     ),
     # A window that ends inside a block of 8 as of 16; and one for some of the layers.
-    "mistral-window": TinyModel(MistralConfig, MistralForCausalLM, {"sliding_window": 21}, seed=6),
+    "mistral-window": TinyModel("mistral", {"sliding_window": 21}, seed=6),
     "qwen3-window": TinyModel(
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
-        seed=7,
+        "qwen3", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}, seed=7
     ),
     # Two of three layers are recurrent; 4 of 16 dimensions of a head are turned.
-    "qwen3.5": TinyModel(Qwen3_5TextConfig, Qwen3_5ForCausalLM, HYBRID, seed=12),
+    "qwen3.5": TinyModel("qwen3_5_text", HYBRID, seed=12),
     # Heads of odd sizes, the first layer with attention, and projections in another order.
     "qwen3-next": TinyModel(
-        Qwen3NextConfig,
-        Qwen3NextForCausalLM,
+        "qwen3_next",
         HYBRID
         | {
             "num_experts": 0,
@@ -525,23 +346,20 @@ TINY: dict[str, TinyModel] = {
     ),
     # Recurrent layers with experts, held in one tensor for all of a layer.
     "qwen3.5-moe": TinyModel(
-        Qwen3_5MoeTextConfig,
-        Qwen3_5MoeForCausalLM,
+        "qwen3_5_moe_text",
         HYBRID | HYBRID_EXPERTS,
         seed=21,
         saved_as={"save_original_format": False},
     ),
     # A layer with a feed-forward, and weights of experts that do not add up to one.
     "qwen3-next-moe": TinyModel(
-        Qwen3NextConfig,
-        Qwen3NextForCausalLM,
+        "qwen3_next",
         HYBRID | HYBRID_EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": False},
         seed=18,
     ),
     # Mixers with and without a feed-forward behind them; heads of odd sizes.
     "nemotron-h": TinyModel(
-        NemotronHConfig,
-        NemotronHForCausalLM,
+        "nemotron_h",
         NEMOTRON_H
         | {
             "layers_block_type": [
@@ -554,8 +372,7 @@ TINY: dict[str, TinyModel] = {
     ),
     # Experts without a gate, in groups, behind some mixers; a feed-forward behind another.
     "nemotron-h-moe": TinyModel(
-        NemotronHConfig,
-        NemotronHForCausalLM,
+        "nemotron_h",
         NEMOTRON_H
         | {
             "layers_block_type": [
@@ -575,8 +392,7 @@ TINY: dict[str, TinyModel] = {
     ),
     # Mamba-2 layers, and attention without RoPE; experts with one beside them, or that one alone.
     "granite-hybrid": TinyModel(
-        GraniteMoeHybridConfig,
-        GraniteMoeHybridForCausalLM,
+        "granitemoehybrid",
         {
             **GRANITE_HYBRID,
             "num_local_experts": 5,
@@ -587,8 +403,7 @@ TINY: dict[str, TinyModel] = {
     ),
     # With RoPE.
     "granite-hybrid-dense": TinyModel(
-        GraniteMoeHybridConfig,
-        GraniteMoeHybridForCausalLM,
+        "granitemoehybrid",
         {
             **GRANITE_HYBRID,
             "num_local_experts": 0,
@@ -599,11 +414,10 @@ TINY: dict[str, TinyModel] = {
         seed=62,
     ),
     # Attention and Mamba-2 side by side, and every multiplier; one group without a norm.
-    "falcon-h1": TinyModel(FalconH1Config, FalconH1ForCausalLM, FALCON_H1, seed=64),
+    "falcon-h1": TinyModel("falcon_h1", FALCON_H1, seed=64),
     # A norm before the gate, groups, another convolution, tied embeddings and all biases.
     "falcon-h1-norm": TinyModel(
-        FalconH1Config,
-        FalconH1ForCausalLM,
+        "falcon_h1",
         FALCON_H1
         | {
             "mamba_rms_norm": True,
@@ -619,8 +433,7 @@ TINY: dict[str, TinyModel] = {
     # A decay for each channel of a head of odd size; latent attention that does not turn; experts
     # in groups behind a dense layer.
     "kimi-linear": TinyModel(
-        KimiLinearConfig,
-        KimiLinearForCausalLM,
+        "kimi_linear",
         {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "linear_num_heads": 4,
@@ -636,15 +449,13 @@ TINY: dict[str, TinyModel] = {
             "num_experts_per_tok": 3,
             "n_shared_experts": 2,
             "moe_intermediate_size": 24,
-            "pad_token_id": None,
         },
         seed=111,
     ),
     # The first layer with attention, whose queries come from a vector of their own; no experts. One
     # tensor for three convolutions, as transformers 5 holds them.
     "kimi-linear-dense": TinyModel(
-        KimiLinearConfig,
-        KimiLinearForCausalLM,
+        "kimi_linear",
         {
             "layer_types": ["full_attention", "linear_attention", "linear_attention"],
             "mlp_layer_types": ["dense"] * 3,
@@ -658,15 +469,13 @@ TINY: dict[str, TinyModel] = {
             "v_head_dim": 20,
             "num_key_value_heads": 4,
             "tie_word_embeddings": True,
-            "pad_token_id": None,
         },
         seed=112,
         saved_as={"save_original_format": False},
     ),
     # Short convolutions with biases and of another size; a feed-forward of two thirds, rounded up.
     "lfm2": TinyModel(
-        Lfm2Config,
-        Lfm2ForCausalLM,
+        "lfm2",
         {
             "hidden_size": 72,
             "num_attention_heads": 6,
@@ -677,14 +486,12 @@ TINY: dict[str, TinyModel] = {
             "block_ffn_dim_multiplier": 1.3,
             "layer_types": ["conv", "full_attention", "conv"],
             "tie_word_embeddings": False,
-            "pad_token_id": None,
         },
         seed=63,
     ),
     # A dense layer first; scores by sigmoid with a bias, whose sum a small number is added to.
     "lfm2-moe": TinyModel(
-        Lfm2MoeConfig,
-        Lfm2MoeForCausalLM,
+        "lfm2_moe",
         {
             "layer_types": ["conv", "conv", "full_attention"],
             "num_dense_layers": 1,
@@ -692,27 +499,23 @@ TINY: dict[str, TinyModel] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 24,
             "routed_scaling_factor": 1.7,
-            "pad_token_id": None,
         },
         seed=64,
     ),
     # The middle layer sees everything, and turns by another theta than those with a window.
     "gemma3": TinyModel(
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
+        "gemma3_text",
         {
             "hidden_size": 48,
             "head_dim": 32,
             "query_pre_attn_scalar": 24,
             "sliding_window": 13,
             "sliding_window_pattern": 2,
-            "pad_token_id": None,
         },
         seed=10,
     ),
     "gemma3-softcap": TinyModel(
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
+        "gemma3_text",
         {
             "hidden_size": 32,
             "num_attention_heads": 2,
@@ -725,14 +528,12 @@ TINY: dict[str, TinyModel] = {
             },
             "final_logit_softcapping": 5.0,
             "attention_bias": True,
-            "pad_token_id": None,
         },
         seed=11,
     ),
     # Heads of two sizes and numbers; where everything is seen, v is k.
     "gemma4": TinyModel(
-        Gemma4UnifiedTextConfig,
-        Gemma4UnifiedForCausalLM,
+        "gemma4_unified_text",
         {
             "global_head_dim": 24,
             "num_global_key_value_heads": 1,
@@ -740,14 +541,12 @@ TINY: dict[str, TinyModel] = {
             "sliding_window": 13,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
             "final_logit_softcapping": 5.0,
-            "pad_token_id": None,
         },
         seed=22,
     ),
     # Experts beside a feed-forward, by a router with a norm and scales of its own.
     "gemma4-moe": TinyModel(
-        Gemma4TextConfig,
-        Gemma4ForCausalLM,
+        "gemma4_text",
         {
             "global_head_dim": 32,
             "hidden_size_per_layer_input": 0,
@@ -757,14 +556,12 @@ TINY: dict[str, TinyModel] = {
             "moe_intermediate_size": 40,
             "sliding_window": 13,
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-            "pad_token_id": None,
         },
         seed=24,
     ),
     # The last three layers read what the second and the third have stored; each has inputs.
     "gemma4-shared": TinyModel(
-        Gemma4TextConfig,
-        Gemma4ForCausalLM,
+        "gemma4_text",
         {
             "hidden_size": 48,
             "num_hidden_layers": 6,
@@ -776,7 +573,6 @@ TINY: dict[str, TinyModel] = {
             "use_double_wide_mlp": True,
             "sliding_window": 20,
             "layer_types": ["sliding_attention", "full_attention"] * 3,
-            "pad_token_id": None,
         },
         seed=23,
     ),

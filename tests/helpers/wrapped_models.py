@@ -4,50 +4,6 @@ from __future__ import annotations
 
 from tiny_model import COMMON, HYBRID, HYBRID_EXPERTS, TinyModel
 from tiny_models import TINY
-from transformers import (
-    AyaVisionConfig,
-    AyaVisionForConditionalGeneration,
-    Cohere2VisionConfig,
-    Cohere2VisionForConditionalGeneration,
-    Exaone4_5_Config,
-    Exaone4_5_ForConditionalGeneration,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma4Config,
-    Gemma4ForConditionalGeneration,
-    Glm4vConfig,
-    Glm4vForConditionalGeneration,
-    Glm4vMoeConfig,
-    Glm4vMoeForConditionalGeneration,
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    InternVLConfig,
-    InternVLForConditionalGeneration,
-    Lfm2VlConfig,
-    Lfm2VlForConditionalGeneration,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaNextConfig,
-    LlavaNextForConditionalGeneration,
-    LlavaOnevisionConfig,
-    LlavaOnevisionForConditionalGeneration,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
-    SmolVLMConfig,
-    SmolVLMForConditionalGeneration,
-)
 
 VISION = {
     "hidden_size": 32,
@@ -82,16 +38,14 @@ QWEN_TEXT = COMMON | {
 }
 WRAPPED = {
     "AyaVisionForConditionalGeneration": TinyModel(
-        AyaVisionConfig,
-        AyaVisionForConditionalGeneration,
+        "aya_vision",
         {
             "text_config": COMMON | TINY["cohere2"].settings | {"model_type": "cohere2"},
             "vision_config": SIGLIP,
         },
     ),
     "Cohere2VisionForConditionalGeneration": TinyModel(
-        Cohere2VisionConfig,
-        Cohere2VisionForConditionalGeneration,
+        "cohere2_vision",
         {
             "text_config": COMMON | TINY["cohere2"].settings | {"model_type": "cohere2"},
             "vision_config": SIGLIP,
@@ -99,21 +53,18 @@ WRAPPED = {
         },
     ),
     "Exaone4_5_ForConditionalGeneration": TinyModel(
-        Exaone4_5_Config,
-        Exaone4_5_ForConditionalGeneration,
+        "exaone4_5",
         {
             "text_config": COMMON | TINY["exaone4"].settings | {"model_type": "exaone4"},
             "vision_config": QWEN_VISION | {"num_key_value_heads": 1},
         },
     ),
     "Gemma3ForConditionalGeneration": TinyModel(
-        Gemma3Config,
-        Gemma3ForConditionalGeneration,
+        "gemma3",
         {"text_config": GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},
     ),
     "Gemma4ForConditionalGeneration": TinyModel(
-        Gemma4Config,
-        Gemma4ForConditionalGeneration,
+        "gemma4",
         {
             "text_config": COMMON
             | TINY["gemma4-shared"].settings
@@ -131,13 +82,11 @@ WRAPPED = {
         },
     ),
     "Glm4vForConditionalGeneration": TinyModel(
-        Glm4vConfig,
-        Glm4vForConditionalGeneration,
+        "glm4v",
         {"text_config": COMMON | {"rope_parameters": HALF_TURNED}, "vision_config": GLM_VISION},
     ),
     "Glm4vMoeForConditionalGeneration": TinyModel(
-        Glm4vMoeConfig,
-        Glm4vMoeForConditionalGeneration,
+        "glm4v_moe",
         {
             "text_config": COMMON
             | {
@@ -151,21 +100,18 @@ WRAPPED = {
         },
     ),
     "Idefics3ForConditionalGeneration": TinyModel(
-        Idefics3Config,
-        Idefics3ForConditionalGeneration,
+        "idefics3",
         {"text_config": COMMON | {"model_type": "llama"}, "vision_config": VISION},
     ),
     "InternVLForConditionalGeneration": TinyModel(
-        InternVLConfig,
-        InternVLForConditionalGeneration,
+        "internvl",
         {
             "text_config": COMMON | {"model_type": "qwen2"},
             "vision_config": VISION | {"patch_size": [14, 14], "image_size": [28, 28]},
         },
     ),
     "InternVLForConditionalGeneration, qwen3_moe": TinyModel(
-        InternVLConfig,
-        InternVLForConditionalGeneration,
+        "internvl",
         {
             "text_config": COMMON | TINY["qwen3-moe"].settings | {"model_type": "qwen3_moe"},
             "vision_config": VISION | {"patch_size": [14, 14], "image_size": [28, 28]},
@@ -173,8 +119,7 @@ WRAPPED = {
         },
     ),
     "Lfm2VlForConditionalGeneration": TinyModel(
-        Lfm2VlConfig,
-        Lfm2VlForConditionalGeneration,
+        "lfm2_vl",
         {
             "text_config": COMMON
             | TINY["lfm2"].settings
@@ -191,58 +136,50 @@ WRAPPED = {
         },
     ),
     "LlavaForConditionalGeneration": TinyModel(
-        LlavaConfig,
-        LlavaForConditionalGeneration,
+        "llava",
         {
             "text_config": COMMON | {"model_type": "llama"},
             "vision_config": VISION | {"model_type": "clip_vision_model"},
         },
     ),
     "LlavaNextForConditionalGeneration": TinyModel(
-        LlavaNextConfig,
-        LlavaNextForConditionalGeneration,
+        "llava_next",
         {
             "text_config": COMMON | {"model_type": "mistral", "sliding_window": 13},
             "vision_config": VISION | {"model_type": "clip_vision_model"},
         },
     ),
     "LlavaOnevisionForConditionalGeneration": TinyModel(
-        LlavaOnevisionConfig,
-        LlavaOnevisionForConditionalGeneration,
+        "llava_onevision",
         {
             "text_config": COMMON | {"model_type": "qwen2"},
             "vision_config": SIGLIP,
         },
     ),
     "Qwen2VLForConditionalGeneration": TinyModel(
-        Qwen2VLConfig,
-        Qwen2VLForConditionalGeneration,
+        "qwen2_vl",
         {"text_config": QWEN_TEXT, "vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2}},
     ),
     "Qwen2_5_VLForConditionalGeneration": TinyModel(
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
+        "qwen2_5_vl",
         {"text_config": QWEN_TEXT, "vision_config": QWEN_VISION},
     ),
     "Qwen3_5ForConditionalGeneration": TinyModel(
-        Qwen3_5Config,
-        Qwen3_5ForConditionalGeneration,
+        "qwen3_5",
         {
             "text_config": COMMON | HYBRID | {"model_type": "qwen3_5_text"},
             "vision_config": QWEN_VISION,
         },
     ),
     "Qwen3_5MoeForConditionalGeneration": TinyModel(
-        Qwen3_5MoeConfig,
-        Qwen3_5MoeForConditionalGeneration,
+        "qwen3_5_moe",
         {
             "text_config": COMMON | HYBRID | HYBRID_EXPERTS | {"model_type": "qwen3_5_moe_text"},
             "vision_config": QWEN_VISION,
         },
     ),
     "Qwen3VLForConditionalGeneration": TinyModel(
-        Qwen3VLConfig,
-        Qwen3VLForConditionalGeneration,
+        "qwen3_vl",
         {
             "text_config": COMMON
             | {
@@ -258,8 +195,7 @@ WRAPPED = {
         },
     ),
     "Qwen3VLMoeForConditionalGeneration": TinyModel(
-        Qwen3VLMoeConfig,
-        Qwen3VLMoeForConditionalGeneration,
+        "qwen3_vl_moe",
         {
             "text_config": COMMON
             | TINY["qwen3-moe"].settings
@@ -268,14 +204,12 @@ WRAPPED = {
         },
     ),
     "SmolVLMForConditionalGeneration": TinyModel(
-        SmolVLMConfig,
-        SmolVLMForConditionalGeneration,
+        "smolvlm",
         {"text_config": COMMON | {"model_type": "llama"}, "vision_config": VISION},
     ),
     # Its head is not tied to its embeddings.
     "Mistral3ForConditionalGeneration": TinyModel(
-        Mistral3Config,
-        Mistral3ForConditionalGeneration,
+        "mistral3",
         {
             "text_config": COMMON | {"model_type": "mistral", "sliding_window": None},
             "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
@@ -283,8 +217,7 @@ WRAPPED = {
         },
     ),
     "Mistral3ForConditionalGeneration, ministral3": TinyModel(
-        Mistral3Config,
-        Mistral3ForConditionalGeneration,
+        "mistral3",
         {
             "text_config": COMMON | TINY["ministral3"].settings | {"model_type": "ministral3"},
             "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},

@@ -10,13 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from checkpoints import reference, reference_logits
 from driver import Driver, small_engine
-from gguf_mamba import FALCON_NAMES, GRANITE_HYBRID_NAMES, NEMOTRON_NAMES, ODD_MAMBA_NAMES
 from gguf_model import GGUFModel
 from gguf_rounded import POWERS_OF_TWO, rounded
 from safetensors.torch import load_file
@@ -97,33 +95,6 @@ def test_rope_is_a_switch_of_granites(tiny: Tiny, tmp_path: Path, has_key: bool)
         del model.settings[key]
     config = read_model_config(converted(model, tmp_path / "out"))
     assert config.no_rope_layers == ((0, 1, 2) if has_key else ())
-
-
-@pytest.mark.parametrize(
-    ("kind", "names", "prefix"),
-    [
-        (gguf.MODEL_ARCH.NEMOTRON_H_MOE, NEMOTRON_NAMES, "backbone"),
-        (gguf.MODEL_ARCH.GRANITE_HYBRID, GRANITE_HYBRID_NAMES, "model"),
-        (gguf.MODEL_ARCH.FALCON_H1, FALCON_NAMES, "model"),
-    ],
-    ids=["nemotron_h_moe", "granitehybrid", "falcon-h1"],
-)
-def test_names_of_mamba_are_ggufs(
-    kind: gguf.MODEL_ARCH, names: dict[str, str], prefix: str
-) -> None:
-    theirs = gguf.get_tensor_name_map(kind, 2)
-    for name, ours in names.items():
-        if name.startswith("model."):
-            assert theirs.get_name(name.replace("model", prefix)) == ours
-        elif name != "lm_head":
-            assert theirs.get_name(f"{prefix}.layers.1.{name}") == f"blk.1.{ours}"
-
-
-def test_the_second_norm_of_falcon_has_no_ending() -> None:
-    """As llama.cpp's reader asks for it, and as some conversions have it."""
-    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.FALCON_H1, 2)
-    stored = theirs.get_name("model.layers.1.pre_ff_layernorm.weight", (".weight", ".bias"))
-    assert stored == f"blk.1.{ODD_MAMBA_NAMES['pre_ff_layernorm.weight']}" == "blk.1.ffn_norm"
 
 
 @pytest.mark.parametrize("has_ending", [False, True])

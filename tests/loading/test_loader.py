@@ -426,7 +426,7 @@ def test_without_locks_the_faster_process_wins(fresh_cache: Path) -> None:
 
 def test_every_architecture_has_a_tiny_checkpoint() -> None:
     """All tests of exactness run on TINY."""
-    assert {model.model_class.__name__ for model in TINY.values()} == set(ARCHITECTURES)
+    assert {model.architecture for model in TINY.values()} == set(ARCHITECTURES)
 
 
 # -- config.json -----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from checkpoints import reference, reference_logits
 from coded import coded_checkpoint, random_rows
 from driver import Driver, host_gib
 from gguf import GGMLQuantizationType as QuantType
-from gguf_model import GEMMA_NAMES, ORIGINAL_NAMES, SCALINGS, GGUFModel, gguf_name, with_scaling
+from gguf_model import SCALINGS, GGUFModel, with_scaling
 from marks import needs_compiler
 from replays import watch_replays
 from safetensors.torch import save_file
@@ -93,10 +93,9 @@ def dequantised(folder: Path, mix: dict[str, str], other: str) -> PreTrainedMode
     """transformers' model of the numbers that the file's codes stand for."""
     model, file = copy.deepcopy(reference(folder)), GGUFModel(folder)
     types = kinds(file, mix, other)
-    names = GEMMA_NAMES if file.arch == "gemma3" else ORIGINAL_NAMES
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            kind = types.get(gguf_name(name, names))
+            kind = types.get(file.names[name])
             if kind is None:
                 parameter.copy_(parameter.bfloat16())  # as a conversion rounds
             else:
