@@ -147,4 +147,7 @@ def random_codes(name: str, outputs: int, inputs: int, device: torch.device) -> 
     if name == "FP8":
         blocks[blocks & 127 == 127] -= 1  # NaN
         blocks[..., :4] = torch.tensor([2.0**-10], device=device).view(torch.uint8)
+    if name == "NVFP4":
+        blocks[..., :4] &= 63  # no NaN
+        blocks[..., 4:8] = torch.tensor([2.0**-8], device=device).view(torch.uint8)
     return CodedRows(name, blocks.flatten(1))

@@ -115,6 +115,12 @@ def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.const
     elif FORMAT == "FP8":
         d = _words(halves, n, is_output, at, stride, 32, C, K).to(tl.float32, bitcast=True)
         weights = d[:, :, None] * _e4m3(code)
+    elif FORMAT == "NVFP4":
+        four = _words(scales, n, is_output, at, stride, 64, C, K) >> (w // 2 % 4 * 8)[None, :]
+        whole = _words(halves, n, is_output, at, stride, 64, C, K).to(tl.float32, bitcast=True)
+        d, divisor = _e4m3(four << 24 >> 24), tl.where(whole < 0, -whole, 1.0)
+        d = tl.where(whole < 0, tl.div_rn(d, divisor), d * whole)
+        weights = d[:, :, None] * _e2m1(code)
     else:
         half = _words(halves, n, is_output, at, stride, 64, C, K) >> (w * C // 32 % 2 * 16)[None, :]
         if FORMAT == "MXFP4":

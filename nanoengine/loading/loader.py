@@ -25,7 +25,9 @@ from nanoengine.loading.fp8 import Fp8Reader, fp8_block
 from nanoengine.loading.kimi import kimi_parts
 from nanoengine.loading.mixers import mixer_parts
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.modelopt import quantization_of
 from nanoengine.loading.mtp_names import check_has_mtp, mtp_parts, with_mtp
+from nanoengine.loading.nvfp4 import Nvfp4Reader, has_nvfp4
 from nanoengine.loading.packed_ints import PackedReader, packed_format
 from nanoengine.loading.short_convs import short_conv_parts
 from nanoengine.loading.wrappers import about_others, text_config
@@ -160,7 +162,9 @@ class _FinalWeights:
 
 def _open(folder: Path, is_wrapped: bool) -> CheckpointReader:
     content = read_json(folder / "config.json")
-    quantised = (text_config(content) or content).get("quantization_config")
+    quantised = quantization_of(folder, text_config(content) or content)
+    if has_nvfp4(quantised):
+        return Nvfp4Reader(folder, is_wrapped)
     block, packed = fp8_block(quantised), packed_format(quantised)
     if block is not None:
         return Fp8Reader(folder, is_wrapped, block)

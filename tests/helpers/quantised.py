@@ -78,6 +78,27 @@ KINDS["fp8, rows"] = (
         "weight_scale": torch.rand(outputs, 1),
     },
 )
+FLOAT4 = {"type": "float", "num_bits": 4, "group_size": 16}
+KINDS["nvfp4"] = (
+    OF_TENSORS | {"config_groups": {"group_0": {"weights": FLOAT4}}},
+    lambda outputs, inputs: {
+        "weight_packed": integers(outputs, inputs).view(torch.uint8)[:, : inputs // 2].clone(),
+        "weight_scale": halves(outputs, inputs // 16).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.full((1,), 20.0),
+    },
+)
+KINDS["modelopt"] = (
+    {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "ignore": ["lm_head", "model.layers.1*", "*mlp.gate", "*down_proj"],
+    },
+    lambda outputs, inputs: {
+        "weight": integers(outputs, inputs).view(torch.uint8)[:, : inputs // 2].clone(),
+        "weight_scale": halves(outputs, inputs // 16).to(torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(0.05),
+    },
+)
 
 
 def integers(*shape: int) -> Tensor:
