@@ -20,8 +20,8 @@ from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, ModelNotFoundError
 from nanoengine.loading.find_model import find_model, read_config_of
 from nanoengine.loading.hub import UNWANTED, WANTED, fetch_config, hub_folder, is_hub_id
-from nanoengine.loading.modelopt import FILE
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.modelopt import FILE
 
 NAME, COMMIT = "some-org/Tiny-1.0_b", "0123456789abcdef0123456789abcdef01234567"
 Tiny = Callable[[str], Path]

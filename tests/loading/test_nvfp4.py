@@ -47,6 +47,7 @@ MODELOPT: dict[str, Any] = {
     "ignore": ["lm_head"],
     "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
 }
+MIXED = MODELOPT | {"quant_algo": "MIXED_PRECISION"}
 BESIDE: dict[str, Any] = {
     "producer": {"name": "modelopt", "version": "0.29.0"},
     "quantization": {
@@ -170,6 +171,29 @@ def test_answers_are_those_of_the_same_weights_in_float32(
     driver = Driver(small_engine(ours))
     line = f"codes as stored: {coded(ours)} of NVFP4; the rest in float32"
     assert line in str(driver.engine.plan)
+    outputs = driver.run([[7 * i % 256 for i in range(50)], [3, 4]])
+    driver.engine.close()
+    assert_logits_are_transformers(driver, plain, outputs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_others_of_a_checkpoint_may_be_in_fp8(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    """As in ModelOpt's "mixed precision", and in groups of compressed-tensors."""
+    ours, plain = numbers_beside(tiny("llama"), tmp_path, kind, ("up_proj.weight",))
+    numbers = load_file(plain / "model.safetensors")
+    for name in [name for name in numbers if "self_attn" in name]:
+        scales = numbers[name].abs().amax(1, keepdim=True) / 448
+        codes = (numbers[name] / scales).to(torch.float8_e4m3fn)
+        change(ours, {name: codes, f"{name}_scale": scales})
+        numbers[name] = codes.float() * scales
+    save_file(numbers, plain / "model.safetensors")
+    layers = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4", "group_size": GROUP}}
+    of_modelopt = MIXED | {"quantized_layers": layers}
+    groups = {"a": {"weights": FLOAT4}, "b": {"weights": FLOAT8}}
+    configure(ours, of_modelopt if kind == "modelopt" else OF_TENSORS | {"config_groups": groups})
+    driver = Driver(small_engine(ours))
+    assert "12 of FP8" in str(driver.engine.plan) and "3 of NVFP4" in str(driver.engine.plan)
     outputs = driver.run([[7 * i % 256 for i in range(50)], [3, 4]])
     driver.engine.close()
     assert_logits_are_transformers(driver, plain, outputs)
@@ -309,9 +333,6 @@ def test_what_quantised_nothing_but_kv_is_numbers(tiny: Tiny, tmp_path: Path) ->
     only_kv = BESIDE | {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (tmp_path / "m" / "hf_quant_config.json").write_text(json.dumps(only_kv))
     assert read_model_config(tmp_path / "m").codes == ""
-
-
-MIXED = MODELOPT | {"quant_algo": "MIXED_PRECISION"}
 
 
 @pytest.mark.parametrize(
