@@ -20,7 +20,7 @@ enum { HALF_PANEL = PANEL / 2, FOUR_BYTES = 2 * GROUP }; /* of the codes of four
 
 INLINE int stands_left(int format) {
     switch (format) {
-    case DENSE: case FP8: case NVFP4: case BF16: case F16: case BF12: return 0;
+    case DENSE: case FP8: case NVFP4: case NF4: case BF16: case F16: case BF12: return 0;
     default: return 1;
     }
 }

@@ -15,7 +15,10 @@ from typing import Any
 from nanoengine.config.model import LeftOut
 from nanoengine.loading.wrappers import PREFIXES
 
-LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules")
+LEFT_OUT = (
+    *("modules_to_not_convert", "ignore", "ignored_layers"),
+    *("exclude_modules", "llm_int8_skip_modules"),  # ModelOpt's, bitsandbytes'
+)
 ONLY = "modules_in_block_to_quantize"  # GPTQ's: lists of names
 PATTERN, ANY = "re:", "Linear"  # compressed-tensors'
 ANYTHING = "*"  # in ModelOpt's names

@@ -166,10 +166,15 @@ class Nvfp4Reader(Fp8Reader):
         """float8_e4m3fn [rows of the part, inputs / 16]."""
         stored = _stem(part.stored) + SCALES
         rows, half = self._slice(part.stored).get_shape()
+        if 2 * half % NVFP4_GROUP:
+            raise WeightMismatchError(
+                f"{self.folder}: {part.stored!r} has {2 * half} inputs, and {NVFP4_GROUP} share a "
+                "scale"
+            )
         wanted, found = ["F8_E4M3", [rows, 2 * half // NVFP4_GROUP]], None
         if stored in self._file_of:
             found = [str(self._slice(stored).get_dtype()), list(self._slice(stored).get_shape())]
-        if found != wanted or 2 * half % NVFP4_GROUP:
+        if found != wanted:
             is_there = f"is {found[0]} {found[1]}" if found else "is missing"
             raise WeightMismatchError(
                 f"{self.folder}: {stored!r} {is_there}; the scales of {part.stored!r} "

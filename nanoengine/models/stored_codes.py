@@ -14,8 +14,8 @@ from torch import Tensor
 # The formats by name, each with the weights and the bytes of a block: those of GGUF files
 # (llama.cpp's ggml-common.h), packed integers, whose blocks are a float16 scale and zero, and codes
 # in the order of Q4_0 and Q8_0: a weight is scale * (code - zero); FP8 (E4M3): a float32 scale and
-# codes; and NVFP4: four scales in FP8, a float32 for all of them, see `nvfp4_rows`, and two groups
-# of codes in the order of MXFP4.
+# codes; NVFP4: four scales in FP8, a float32 for all of them, see `nvfp4_rows`, and two groups of
+# codes in the order of MXFP4; and NF4: a float32 scale and two such groups.
 FORMATS = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -30,8 +30,9 @@ FORMATS = {
     "INT8": (32, 36),
     "FP8": (32, 36),
     "NVFP4": (64, 40),
+    "NF4": (64, 36),
 }
-OF_GGUF = frozenset(FORMATS) - {"INT4", "INT8", "FP8", "NVFP4"}  # whose NVFP4 is another
+OF_GGUF = frozenset(FORMATS) - {"INT4", "INT8", "FP8", "NVFP4", "NF4"}  # whose NVFP4 is another
 # Bytes of a block in memory: kernels hold the scale of MXFP4 in 16 bits.
 HELD_BYTES = {name: num_bytes for name, (_, num_bytes) in FORMATS.items()} | {"MXFP4": 18}
 INTEGERS = {"INT4": 4, "INT8": 8}  # the bits of a code; INT8's are signed
@@ -52,6 +53,13 @@ FP8_SCALES = 2.0**119  # kernels multiply by 256 x scale: below this it is no in
 WHOLE_SCALES = 2.0**-64, 2.0**64
 NVFP4_GROUP = 16  # inputs that share a scale
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Of bitsandbytes: quantiles of a normal distribution, as float32.
+NF4_LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 _ROWS_AT_ONCE = 1024
 
 
@@ -224,11 +232,31 @@ def nvfp4_rows(codes: Tensor, scales: Tensor, whole: Tensor) -> CodedRows:
     scales of an output, or as -w divides them by w; w within WHOLE_SCALES.
     """
     outputs, blocks = len(codes), scales.shape[1] // 4
-    values = torch.stack((codes & 15, codes >> 4), dim=2).view(outputs, blocks, 2, 2, NVFP4_GROUP)
-    groups = (values[:, :, :, 0] | values[:, :, :, 1] << 4).flatten(2)
+    groups = _in_groups(torch.stack((codes & 15, codes >> 4), dim=2).view(outputs, blocks, 64))
     held = scales.view(torch.uint8).view(outputs, blocks, 4)
     wholes = whole[:, None].expand(outputs, blocks).contiguous().view(torch.uint8)
     return CodedRows("NVFP4", torch.cat((held, wholes.view_as(held), groups), dim=2).flatten(1))
+
+
+def nf4_rows(codes: Tensor, scales: Tensor) -> CodedRows:
+    """NF4 as blocks. codes: uint8 [outputs, inputs]; scales: float32 [outputs, inputs / 64]."""
+    groups = _in_groups(codes.view(*scales.shape, 64))
+    held = scales[..., None].contiguous().view(torch.uint8)
+    return CodedRows("NF4", torch.cat((held, groups), dim=2).flatten(1))
+
+
+def _in_groups(codes: Tensor) -> Tensor:
+    """Codes of 4 bits in bytes, uint8 [..., 64] -> [..., 32]: of 32, the first 16 are the lower
+    halves.
+    """
+    halves = codes.view(*codes.shape[:-1], 2, 2, 16)
+    return torch.flatten(halves[..., 0, :] | halves[..., 1, :] << 4, -2)
+
+
+def _of_groups(held: Tensor) -> Tensor:
+    """The codes again, uint8 [..., 64]."""
+    groups = held.reshape(*held.shape[:-1], 2, 16)
+    return torch.cat((groups & 15, groups >> 4), dim=-1).flatten(-2)
 
 
 def nvfp4_numbers(codes: Tensor, scales: Tensor, whole: Tensor) -> Tensor:
@@ -264,8 +292,7 @@ def _of_nvfp4(name: str, rows: Tensor) -> Tensor:
     blocks = rows.view(len(rows), -1, FORMATS[name][1])
     scales = blocks[..., :4].contiguous().view(torch.float8_e4m3fn).flatten(1)
     whole = blocks[..., 4:8].contiguous().view(torch.float32).flatten(1).repeat_interleave(4, 1)
-    groups = blocks[..., 8:].reshape(*blocks.shape[:2], 2, 1, NVFP4_GROUP)
-    values = torch.cat((groups & 15, groups >> 4), dim=3).view(len(rows), -1, 2)
+    values = _of_groups(blocks[..., 8:]).view(len(rows), -1, 2)
     return nvfp4_numbers(values[..., 0] | values[..., 1] << 4, scales, whole)
 
 
@@ -277,11 +304,20 @@ def _of_gguf(name: str, rows: Tensor) -> Tensor:
     return torch.from_numpy(gguf.quants.dequantize(rows.cpu().numpy(), kind)).to(rows.device)
 
 
+def _of_nf4(name: str, rows: Tensor) -> Tensor:
+    """What `nf4_rows` made, as float32 [outputs, inputs]."""
+    blocks = rows.view(len(rows), -1, FORMATS[name][1])
+    scales = blocks[..., :4].contiguous().view(torch.float32)
+    levels = torch.tensor(NF4_LEVELS, device=rows.device)
+    return (levels[_of_groups(blocks[..., 4:]).int()] * scales).flatten(1)
+
+
 _OWN: Mapping[str, Callable[[str, Tensor], Tensor]] = {
     "INT4": _of_integers,
     "INT8": _of_integers,
     "FP8": _of_fp8,
     "NVFP4": _of_nvfp4,
+    "NF4": _of_nf4,
 }
 
 
