@@ -146,5 +146,9 @@ def random_codes(name: str, outputs: int, inputs: int, device: torch.device) -> 
         blocks[..., 0] = 119
     if name == "FP8":
         blocks[blocks & 127 == 127] -= 1  # NaN
+    if name in ("FP8", "NF4"):
         blocks[..., :4] = torch.tensor([2.0**-10], device=device).view(torch.uint8)
+    if name == "NVFP4":
+        blocks[..., :4] &= 63  # no NaN
+        blocks[..., 4:8] = torch.tensor([2.0**-8], device=device).view(torch.uint8)
     return CodedRows(name, blocks.flatten(1))

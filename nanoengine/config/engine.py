@@ -52,7 +52,7 @@ CHOICES = {
 }
 # Choices whose names do not say what they are.
 MEANINGS = {
-    "quantization": "None (AWQ, GPTQ, FP8, MXFP4: config.json names them), "
+    "quantization": "None (AWQ, GPTQ, FP8, MXFP4, NVFP4, NF4: config.json names them), "
     '"none" (codes become numbers), "int8" (weights are quantised as they are loaded) or "gguf" '
     "(the codes of a GGUF are kept)",
     "generation_config": '"auto" (the model\'s), "vllm" or None (SamplingParams\' own defaults)',
@@ -104,10 +104,10 @@ class EngineConfig:
     varlen_attn), "sdpa" (PyTorch's scaled_dot_product_attention) and "torch", on an "npu" of
     "ascend", "sdpa" and "torch", on a CPU of "c" and "torch" ("sdpa" on request). The split of a
     context into chunks changes the bits of "flash-attn", "varlen", "ascend" and "sdpa" only.
-    quantization: None: checkpoints that are packed (AWQ, GPTQ, FP8, MXFP4) stay so, and on a CPU a
-    GGUF keeps its codes as they are, Q4_0 to Q6_K, embeddings and head, too, where kernels take
-    them. "gguf" insists on these, also on a GPU; "none" makes numbers of all codes. "int8", which
-    is lossy, makes Q8_0 of weights: layers, embeddings and head.
+    quantization: None: checkpoints that are packed (AWQ, GPTQ, FP8, MXFP4, NVFP4, NF4) stay so, and
+    on a CPU a GGUF keeps its codes, Q4_0 to Q6_K, embeddings and head, too, where kernels
+    take them. "gguf" insists on these, also on a GPU; "none" makes numbers of all codes. "int8",
+    which is lossy, makes Q8_0 of weights: layers, embeddings and head.
     activation_dtype: None, or lossy: "int8" rounds rows to 8 bits, with a scale for each 32 values,
     before a product with weights that are codes of integers (CPU).
     seed: used for requests without a seed. num_threads: CPU threads (None: OMP_NUM_THREADS if it is

@@ -24,8 +24,8 @@ _ROWS_AT_ONCE = 4096
 @dataclass(frozen=True, slots=True)
 class _Fields:
     """The bytes of a block where each field begins and ends. halves: numbers of 16 bits (MXFP4: a
-    power of two, of 8; FP8: one of 32); codes: the lowest 4 bits of each weight, or all 8, and
-    `run` the weights whose halves of a byte lie side by side; high: the others.
+    power of two, of 8; IN_32_BITS: one of 32); codes: the lowest 4 bits of each weight, or all 8,
+    and `run` the weights whose halves of a byte lie side by side; high: the others.
     """
 
     halves: slice
@@ -48,8 +48,12 @@ _FIELDS = {
     "INT4": _Fields(slice(0, 4), slice(4, 20)),
     "INT8": _Fields(slice(0, 4), slice(4, 36)),
     "FP8": _Fields(slice(0, 4), slice(4, 36)),
+    "NVFP4": _Fields(slice(4, 8), slice(8, 40), scales=slice(0, 4)),
+    "NF4": _Fields(slice(0, 4), slice(4, 36)),
 }
 IN_BYTES = ("Q8_0", "INT8", "FP8")  # whose codes are bytes with a sign
+IN_SIX_BITS = ("Q4_K", "Q5_K")  # whose scales are
+IN_32_BITS = ("FP8", "NVFP4", "NF4")  # whose one number of a block is
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +63,9 @@ class CodePlanes:
 
     codes: words of 8 weights, 4 bits each, or of 4 bytes; high: words of the fifth bits of 32
     weights, or of the fifth and sixth of 16; halves: words of the two numbers of 16 bits of a
-    block (FP8: the one of 32), or where it has one, of two blocks (of Q6_K, of two outputs);
+    block (IN_32_BITS: the one of 32), or where it has one, of two blocks (of Q6_K, of two outputs);
     scales: 3 words for a block of Q4_K or Q5_K, see `_six_bits`, or words of the scales of 64
-    weights of Q6_K, 8 bits each.
+    weights of Q6_K or NVFP4, 8 bits each.
     """
 
     format: str
@@ -116,7 +120,7 @@ def _pieces(name: str, rows: Tensor) -> dict[str, Tensor]:
         pieces["high"] = _packed(high, 2 if name == "Q6_K" else 1)
     if fields.scales is not None:
         scales = blocks[..., fields.scales]
-        pieces["scales"] = _as_words(scales) if name == "Q6_K" else _six_bits(scales)
+        pieces["scales"] = _six_bits(scales) if name in IN_SIX_BITS else _as_words(scales)
     return pieces
 
 

@@ -1,16 +1,16 @@
-/* Weights as the codes of a GGUF file, of packed integers or in FP8, or float32 numbers that fit 16 bits:
+/* Weights as the codes of a GGUF file, of packed integers, in FP8, NVFP4 or NF4, or float32 numbers that fit 16 bits:
  * where they lie, what they stand for.
  *
- * A file stores an output as blocks of 32 or 256 weights, one after the other: float16 scales, and words
+ * A file stores an output as blocks of 32, 64 or 256 weights, one after the other: float16 scales, and words
  * of 32 bits that hold codes, or scales of 6 or 8 bits. Here the blocks of PANEL outputs take turns, half
  * by half and word by word: [panel][block][half][PANEL], then [word][PANEL]. So a vector has the same word
  * of LANES outputs, and no byte more is held than the file has; but for MXFP4, whose scale of 8 bits, a
  * power of two, is held as a bfloat16.
  *
- * A weight is d * code + m, where d and m belong to a group of 32 weights (Q6_K: of 16). d, m and d * code
- * are exact in fp32, but for Q6_K, whose m is a multiple of d, as is that of INT4 and INT8; so a fused step gives the bits of the
- * file's own arithmetic (gguf-py's quants.py and llama.cpp's ggml-quants.c say what that is). In FP8 d is a
- * float32 and m is 0: d * code is rounded once.
+ * A weight is d * code + m, where d and m belong to a group of 32 weights (Q6_K, NVFP4: of 16). d, m and d * code
+ * are exact in fp32, but for Q6_K, whose m is a multiple of d, as is that of INT4 and INT8; so a fused step
+ * gives the bits of the file's own arithmetic (gguf-py's quants.py and llama.cpp's ggml-quants.c say what that is). In FP8 d is a
+ * float32 and m is 0: d * code is rounded once; so it is in NF4, and in NVFP4, whose d was rounded before.
  *
  * BF16 and F16 are numbers without a scale, two in a word; of MODE F32 alone. BF12 are numbers, too, of another
  * layout: see cpu_bf12.h.
@@ -22,7 +22,7 @@
 #include "cpu_vectors.h"
 
 enum { PANEL = 64, GROUP = 32 };
-enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, FP8, BF16, F16, BF12, FORMATS };
+enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, FP8, NVFP4, NF4, BF16, F16, BF12, FORMATS };
 
 typedef struct { /* of a block: weights; halves and words, and the bytes where each begin in the file */
     int64_t weights, halves, words, halves_at, words_at;
@@ -32,7 +32,8 @@ static const format_t FORMAT[FORMATS] = {
     [Q5_1] = {32, 2, 5, 0, 4},  [Q8_0] = {32, 1, 8, 0, 2},    [Q4_K] = {256, 2, 35, 0, 4},
     [Q5_K] = {256, 2, 43, 0, 4}, [Q6_K] = {256, 1, 52, 208, 0}, [MXFP4] = {32, 1, 4, 0, 1},
     [INT4] = {32, 2, 4, 0, 4},  [INT8] = {32, 2, 8, 0, 4},    [FP8] = {32, 0, 9, 0, 0},
-    [BF16] = {32, 0, 16, 0, 0}, [F16] = {32, 0, 16, 0, 0},
+    [NVFP4] = {64, 0, 10, 0, 0}, [NF4] = {64, 0, 9, 0, 0},    [BF16] = {32, 0, 16, 0, 0},
+    [F16] = {32, 0, 16, 0, 0},
 };
 INLINE int64_t block_bytes(int format) { return 2 * FORMAT[format].halves + 4 * FORMAT[format].words; }
 INLINE int64_t file_bytes(int format) { return block_bytes(format) - (format == MXFP4); }
@@ -83,6 +84,26 @@ INLINE vf signed_byte(vu x, int n) {
     return __builtin_convertvector((vi)(x << (24 - 8 * n)) >> 24, vf);
 }
 
+/* The FP8 number (E4M3) in the highest byte, / 256: a sign, 4 bits e of exponent, 3 bits m of mantissa. The
+ * bits of e and m in their places in a float32 are (1 + m / 8) 2^(e - 15). Where e is 0, it should be
+ * m / 8 * 2^-14, which is twice that less 2^-14; elsewhere that is further from 0, so one comparison
+ * chooses, of both below 0. */
+INLINE vf e4m3(vu x) {
+    const vf no_number = (vf)splat_i(0x7fc00000), two = splat(2.0f), least = splat(0x1p-14f);
+#if LANES == 16 /* GCC 12 makes two instructions of `and` and `or` */
+    const __m512i places = _mm512_set1_epi32(0x07f00000), bias = _mm512_set1_epi32((int)0xb8000000);
+    const __m512i bits = _mm512_ternarylogic_epi32((__m512i)(x >> 4), places, bias, 0xea);
+    const __mmask16 is_number = _mm512_cmpneq_epi32_mask(bits, _mm512_set1_epi32((int)0xbff00000));
+    const __m512 denormal = (__m512)fused((vf)bits, two, least);
+    const vf size = (vf)_mm512_mask_max_ps((__m512)no_number, is_number, (__m512)bits, denormal);
+#else
+    const vu bits = (x >> 4 & 0x07f00000u) | 0xb8000000u;
+    const vf larger = vmax((vf)bits, fused((vf)bits, two, least));
+    const vf size = pick((vi)(bits == 0xbff00000u), no_number, larger);
+#endif
+    return (vf)((vu)size ^ (~x & 0x80000000u));
+}
+
 /* ---- scales ----------------------------------------------------------------------------------- */
 
 /* Whether a format holds numbers, two in a word. */
@@ -100,11 +121,26 @@ INLINE void scale_and_minimum(block_t b, int64_t g, vf *scale, vf *minimum) {
     *minimum = __builtin_convertvector((vi)m, vf);
 }
 
+/* Scale i of the four of NVFP4: in FP8, times a float32 of the whole output, or divided by one that is held
+ * below 0. */
+INLINE vf scale_of_four(block_t b, int i) {
+    const vf scale = e4m3(word(b, 0) << (24 - 8 * i)) * 256.0f, whole = (vf)word(b, 1);
+    return pick(whole < 0.0f, scale / -whole, scale * whole);
+}
+
 INLINE scales_t scales_of(block_t b, int64_t g, const int format) {
     scales_t s = {{{0}}};
     if (has_numbers(format)) return s;
     if (format == FP8) {
         s.d[0] = s.d[1] = (vf)word(b, 0) * 256.0f; /* see e4m3 */
+        return s;
+    }
+    if (format == NF4) {
+        s.d[0] = s.d[1] = (vf)word(b, 0);
+        return s;
+    }
+    if (format == NVFP4) {
+        UNROLL for (int i = 0; i < 2; i++) s.d[i] = scale_of_four(b, 2 * (int)g + i);
         return s;
     }
     s.d[0] = format == MXFP4 ? power(b) : half(b, 0);
@@ -150,6 +186,8 @@ INLINE vu four_codes(block_t b, int64_t g, const int h, int i, const int format)
     case INT8:
     case Q8_0: return word(b, at);
     case FP8: return word(b, 1 + at);
+    case NVFP4: return word(b, 2 + 4 * g + i) >> (4 * h);
+    case NF4: return word(b, 1 + 4 * g + i) >> (4 * h);
     case Q4_K: return word(b, 3 + g / 2 * 8 + at) >> (int)(4 * odd);
     case Q5_K:
         low = word(b, 11 + g / 2 * 8 + at) >> (int)(4 * odd);
@@ -184,24 +222,25 @@ INLINE vf e2m1(vu x) {
 #endif
 }
 
-/* The FP8 number (E4M3) in the highest byte, / 256: a sign, 4 bits e of exponent, 3 bits m of mantissa. The
- * bits of e and m in their places in a float32 are (1 + m / 8) 2^(e - 15). Where e is 0, it should be
- * m / 8 * 2^-14, which is twice that less 2^-14; elsewhere that is further from 0, so one comparison
- * chooses, of both below 0. */
-INLINE vf e4m3(vu x) {
-    const vf no_number = (vf)splat_i(0x7fc00000), two = splat(2.0f), least = splat(0x1p-14f);
-#if LANES == 16 /* GCC 12 makes two instructions of `and` and `or` */
-    const __m512i places = _mm512_set1_epi32(0x07f00000), bias = _mm512_set1_epi32((int)0xb8000000);
-    const __m512i bits = _mm512_ternarylogic_epi32((__m512i)(x >> 4), places, bias, 0xea);
-    const __mmask16 is_number = _mm512_cmpneq_epi32_mask(bits, _mm512_set1_epi32((int)0xbff00000));
-    const __m512 denormal = (__m512)fused((vf)bits, two, least);
-    const vf size = (vf)_mm512_mask_max_ps((__m512)no_number, is_number, (__m512)bits, denormal);
+/* The levels of NF4 (bitsandbytes): quantiles of a normal distribution. */
+INLINE vf nf4(vu x) {
+    static const float levels[16] = {
+        -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
+        -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
+        0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+        0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
+    };
+#if LANES == 16
+    return (vf)_mm512_permutexvar_ps((__m512i)x, _mm512_loadu_ps(levels));
+#elif LANES == 8 && defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), (__m256i)x);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels + 8), (__m256i)x);
+    return (vf)_mm256_blendv_ps(low, high, (__m256)(x << 28));
 #else
-    const vu bits = (x >> 4 & 0x07f00000u) | 0xb8000000u;
-    const vf larger = vmax((vf)bits, fused((vf)bits, two, least));
-    const vf size = pick((vi)(bits == 0xbff00000u), no_number, larger);
+    vf y;
+    for (int i = 0; i < LANES; i++) y[i] = levels[x[i] & 15];
+    return y;
 #endif
-    return (vf)((vu)size ^ (~x & 0x80000000u));
 }
 
 /* Code n of the four as a number. */
@@ -209,7 +248,8 @@ INLINE vf code(vu four, int n, const int format) {
     if (format == Q8_0 || format == INT8) return signed_byte(four, n);
     if (format == FP8) return e4m3(four << (24 - 8 * n));
     const vu x = four >> (8 * n);
-    if (format == MXFP4) return e2m1(x);
+    if (format == MXFP4 || format == NVFP4) return e2m1(x);
+    if (format == NF4) return nf4(x);
     const int bits = format == Q6_K ? 6 : format == Q5_0 || format == Q5_1 || format == Q5_K ? 5 : 4;
 #if LANES == 16 /* a look-up reads as many bits as its table needs */
     const __m512 low = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -292,9 +332,9 @@ INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64
 #endif
 #if WITH_CODES && MODE == F32
 #define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) \
-    f(MXFP4) f(INT4) f(INT8) f(FP8) EACH_NUMBERS(f)
+    f(MXFP4) f(INT4) f(INT8) f(FP8) f(NVFP4) f(NF4) EACH_NUMBERS(f)
 #elif WITH_CODES /* the others: cpu_code_sums.h */
-#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) EACH_NUMBERS(f)
+#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) EACH_NUMBERS(f)
 #else /* they take long to compile */
 #define EACH_FORMAT(f) EACH_NUMBERS(f)
 #endif

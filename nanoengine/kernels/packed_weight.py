@@ -37,7 +37,7 @@ MOST_OF_16_BITS = 15 / 16
 ROUNDED_GROUP_BYTES = 48
 # Rows of a block for matrix tiles: of numbers, and of what stands left.
 _TILED_ROWS, PAIR_ROWS = 32, 16
-INTEGER_FORMATS = frozenset(FORMATS) - {"MXFP4", "FP8"}
+INTEGER_FORMATS = frozenset(FORMATS) - {"MXFP4", "FP8", "NVFP4", "NF4"}
 # One field per member of weight_t and call_t in cpu_panels.h, in that order.
 _WEIGHT = struct.Struct("=3Q7qd")
 CALL = struct.Struct("=4Q5q")

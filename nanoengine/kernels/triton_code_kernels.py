@@ -29,6 +29,26 @@ def _e4m3(code):
 
 
 @triton.jit
+def _nf4(code):
+    """The levels of NF4."""
+    number = tl.where(code == 0, -1.0, 0.0)
+    number = tl.where(code == 1, -0.6961928009986877, number)
+    number = tl.where(code == 2, -0.5250730514526367, number)
+    number = tl.where(code == 3, -0.39491748809814453, number)
+    number = tl.where(code == 4, -0.28444138169288635, number)
+    number = tl.where(code == 5, -0.18477343022823334, number)
+    number = tl.where(code == 6, -0.09105003625154495, number)
+    number = tl.where(code == 8, 0.07958029955625534, number)
+    number = tl.where(code == 9, 0.16093020141124725, number)
+    number = tl.where(code == 10, 0.24611230194568634, number)
+    number = tl.where(code == 11, 0.33791524171829224, number)
+    number = tl.where(code == 12, 0.44070982933044434, number)
+    number = tl.where(code == 13, 0.5626170039176941, number)
+    number = tl.where(code == 14, 0.7229568362236023, number)
+    return tl.where(code == 15, 1.0, number)
+
+
+@triton.jit
 def _spread(word, STEP: tl.constexpr):
     """The 8 fields of each word of [outputs, words] that lie STEP bits apart, the first one lowest,
     and what is above them: [outputs, words, 8]. Each thread keeps the fields of its words.
@@ -115,6 +135,15 @@ def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.const
     elif FORMAT == "FP8":
         d = _words(halves, n, is_output, at, stride, 32, C, K).to(tl.float32, bitcast=True)
         weights = d[:, :, None] * _e4m3(code)
+    elif FORMAT == "NVFP4":
+        four = _words(scales, n, is_output, at, stride, 64, C, K) >> (w // 2 % 4 * 8)[None, :]
+        whole = _words(halves, n, is_output, at, stride, 64, C, K).to(tl.float32, bitcast=True)
+        d, divisor = _e4m3(four << 24 >> 24), tl.where(whole < 0, -whole, 1.0)
+        d = tl.where(whole < 0, tl.div_rn(d, divisor), d * whole)
+        weights = d[:, :, None] * _e2m1(code)
+    elif FORMAT == "NF4":
+        d = _words(halves, n, is_output, at, stride, 64, C, K).to(tl.float32, bitcast=True)
+        weights = d[:, :, None] * _nf4(code)
     else:
         half = _words(halves, n, is_output, at, stride, 64, C, K) >> (w * C // 32 % 2 * 16)[None, :]
         if FORMAT == "MXFP4":

@@ -51,6 +51,7 @@ COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)
 # Ends of the names of scales that quantised checkpoints hold for other engines.
 UNUSED = (
     *(".input_scale", ".activation_scale", ".input_scale_ub", ".output_scale"),  # of activations
+    ".input_global_scale",
     *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),  # of attention in 8 bits
 )
 MAX_FILE_NAME = 255  # characters, the limit of file systems

@@ -27,7 +27,7 @@ from nanoengine.loading.hub import cached_folder, fetch_config, hub_folder, is_h
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import PACKAGED, packaged_gguf
 from nanoengine.loading.refused import about_name
-from nanoengine.models.stored_codes import FORMATS
+from nanoengine.models.stored_codes import OF_GGUF
 
 logger = logging.getLogger(__name__)
 MAX_HUB_ID = 200  # characters, twice what the hub allows
@@ -122,7 +122,7 @@ def describe_weights(folder: Path) -> str:
 def is_dequantised(folder: Path) -> bool:
     """Whether `folder` is made of a GGUF whose codes became numbers."""
     kind, _, rest = describe_weights(folder).partition(" ")
-    return kind in FORMATS and "dequantised" in rest
+    return kind in OF_GGUF and "dequantised" in rest
 
 
 def is_gguf(name: str | Path) -> bool:

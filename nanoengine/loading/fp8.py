@@ -1,8 +1,9 @@
 """Reads checkpoints whose weights are FP8 (E4M3, arXiv 2209.05433) with scales beside them.
 
 A weight becomes blocks of codes (stored_codes.py), or is dequantised as it is read. Activations
-stay as they are: other engines round these to 8 bits, too. A scale is of the whole weight, of a row
-(compressed-tensors, FBGEMM), or of a block of rows and columns (DeepSeek-V3, arXiv 2412.19437).
+stay as they are: other engines round these to 8 bits, too. A scale is of the whole weight or of a
+row (compressed-tensors, ModelOpt, FBGEMM), or of a block of rows and columns (DeepSeek-V3, arXiv
+2412.19437).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.checkpoint import DTYPES, UNUSED, CheckpointReader, Part
 from nanoengine.loading.left_out import groups_of
+from nanoengine.loading.modelopt import FP8, algorithms
 from nanoengine.models.stored_codes import FORMATS, FP8_SCALES, CodedWeight, Weight, fp8_rows
 
 SCALES = ("_scale_inv", "_scale")  # after the weight's name; both multiply
@@ -34,11 +36,16 @@ def fp8_block(config: object) -> tuple[int, int] | None:
     method, block = config.get("quant_method"), config.get("weight_block_size")
     if method == "compressed-tensors":
         block = _block_of_groups(config)
-    elif method not in METHODS:
+    elif method not in METHODS and not _is_of_modelopt(config):
         return None
     if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return block[0], block[1]
     return BLOCK if block is None else None
+
+
+def _is_of_modelopt(config: Mapping[str, Any]) -> bool:
+    found = algorithms(config)
+    return bool(found) and found.issubset(FP8)
 
 
 def _block_of_groups(config: Mapping[str, Any]) -> object:
@@ -119,7 +126,7 @@ class Fp8Reader(CheckpointReader):
         stored, (rows, columns) = self._blocks(name)
         scales = self._whole(stored)
         scales = (scales if part.index is None else scales[part.index]).float()
-        scales = scales if scales.dim() == 2 else scales.reshape(-1, 1)
+        scales = scales.reshape(_rows_and_columns(tuple(scales.shape)))
         scales = _repeated(scales, 0, rows, self._entry(part, part.stored)[0])
         return scales if len(scales) == 1 else scales[slice(*part.rows)], columns
 
@@ -148,8 +155,7 @@ class Fp8Reader(CheckpointReader):
         if not names:
             raise WeightMismatchError(f"{self.folder}: {part.stored!r} is FP8 and has no scale")
         stored, whole = (tuple(self._slice(each).get_shape()) for each in (names[0], part.stored))
-        scales = self._entry(part, names[0])
-        scales = scales if len(scales) == 2 else (math.prod(scales), 1)
+        scales = _rows_and_columns(self._entry(part, names[0]))
         rows, columns = (
             _repeats(size, num, most)
             for size, num, most in zip(shape, scales, self._block, strict=True)
@@ -160,6 +166,13 @@ class Fp8Reader(CheckpointReader):
                 f"{list(self._block)} of {list(whole)}"
             )
         return names[0], (rows, columns)
+
+
+def _rows_and_columns(scales: tuple[int, ...]) -> tuple[int, int]:
+    """The shape of scales, of which ModelOpt's have a 1 behind each of the two."""
+    if len(scales) == 4 and scales[1] == scales[3] == 1:
+        return scales[0], scales[2]
+    return (scales[0], scales[1]) if len(scales) == 2 else (math.prod(scales), 1)
 
 
 def _repeats(size: int, num_scales: int, block: int) -> int | None:

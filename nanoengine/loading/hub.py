@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nanoengine.errors import ModelNotFoundError
+from nanoengine.loading.modelopt import FILE
 
 # These patterns exclude files that could run code, and second copies of weights.
 WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
@@ -38,9 +39,9 @@ def hub_folder(name: str) -> Path:
 
 
 def fetch_config(name: str, folder: Path) -> Path:
-    """The folder of the model's config.json: the hub's cache, or `folder`, into which it is
-    downloaded if it is missing there. The cache gets no model without weights. Raises
-    ModelNotFoundError.
+    """The folder of the model's config.json: the hub's cache, or `folder`, into which it and what
+    ModelOpt says beside it are downloaded if it is missing there. The cache gets no model without
+    weights. Raises ModelNotFoundError.
     """
     from huggingface_hub import snapshot_download
 
@@ -49,7 +50,7 @@ def fetch_config(name: str, folder: Path) -> Path:
         if cached is not None:
             return cached
         # Without a network it fails at once; hf_hub_download tries for 25 s.
-        snapshot_download(name, allow_patterns=["config.json"], local_dir=folder)
+        snapshot_download(name, allow_patterns=["config.json", FILE], local_dir=folder)
         if not (folder / "config.json").is_file():
             raise FileNotFoundError("it has no config.json")
         return folder

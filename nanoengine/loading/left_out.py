@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
 from nanoengine.config.model import LeftOut
 from nanoengine.loading.wrappers import PREFIXES
 
-LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers")
+LEFT_OUT = (
+    *("modules_to_not_convert", "ignore", "ignored_layers"),
+    *("exclude_modules", "llm_int8_skip_modules"),  # ModelOpt's, bitsandbytes'
+)
 ONLY = "modules_in_block_to_quantize"  # GPTQ's: lists of names
 PATTERN, ANY = "re:", "Linear"  # compressed-tensors'
+ANYTHING = "*"  # in ModelOpt's names
 MAX_PATTERN, MAX_REPEATS = 200, 4
 MODULE = ".weight"
 
@@ -66,12 +71,15 @@ def _is_among(names: tuple[str, ...], entries: Iterable[str]) -> bool:
 
 
 def _means(entry: str, name: str) -> bool:
-    """Whether an entry means this module: by a pattern from the name's beginning on, or by parts of
-    the name.
+    """Whether an entry means this module: by a pattern from the name's beginning on, by a name with
+    stars, or by parts of the name.
     """
     if entry.startswith(PATTERN):
         pattern = _pattern(entry.removeprefix(PATTERN))
         return pattern is not None and pattern.match(name) is not None
+    if ANYTHING in entry:
+        is_short = len(entry) <= MAX_PATTERN and entry.count(ANYTHING) <= MAX_REPEATS
+        return is_short and fnmatchcase(name, entry)
     parts = entry.strip(".")
     return bool(parts) and f".{parts}." in f".{name}."
 

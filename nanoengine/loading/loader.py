@@ -25,7 +25,10 @@ from nanoengine.loading.fp8 import Fp8Reader, fp8_block
 from nanoengine.loading.kimi import kimi_parts
 from nanoengine.loading.mixers import mixer_parts
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.modelopt import quantization_of
 from nanoengine.loading.mtp_names import check_has_mtp, mtp_parts, with_mtp
+from nanoengine.loading.nf4 import Nf4Reader, has_nf4
+from nanoengine.loading.nvfp4 import Nvfp4Reader, has_nvfp4
 from nanoengine.loading.packed_ints import PackedReader, packed_format
 from nanoengine.loading.short_convs import short_conv_parts
 from nanoengine.loading.wrappers import about_others, text_config
@@ -160,7 +163,11 @@ class _FinalWeights:
 
 def _open(folder: Path, is_wrapped: bool) -> CheckpointReader:
     content = read_json(folder / "config.json")
-    quantised = (text_config(content) or content).get("quantization_config")
+    quantised = quantization_of(folder, text_config(content) or content)
+    if has_nvfp4(quantised):
+        return Nvfp4Reader(folder, is_wrapped)
+    if has_nf4(quantised):
+        return Nf4Reader(folder, is_wrapped)
     block, packed = fp8_block(quantised), packed_format(quantised)
     if block is not None:
         return Fp8Reader(folder, is_wrapped, block)
@@ -204,7 +211,7 @@ def holds_codes(folder: Path) -> bool:
     """Whether some tensors in `folder` are codes; False, too, if `load_model` will refuse it."""
     try:
         with _open(folder, is_wrapped=False) as reader:
-            return isinstance(reader, Fp8Reader | PackedReader) or any(
+            return isinstance(reader, Fp8Reader | PackedReader | Nf4Reader) or any(
                 reader.code_format(name) or name.endswith(PACKED_EXPERTS) for name in reader.names()
             )
     except ModelLoadError:

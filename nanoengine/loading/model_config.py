@@ -42,7 +42,10 @@ from nanoengine.loading.mixers import (
     read_mixers,
     read_pattern,
 )
+from nanoengine.loading.modelopt import quantization_of
 from nanoengine.loading.multipliers import checked_factor, with_multipliers
+from nanoengine.loading.nf4 import has_nf4
+from nanoengine.loading.nvfp4 import has_nvfp4
 from nanoengine.loading.packed_ints import packed_format
 from nanoengine.loading.refused import (
     about_architecture,
@@ -134,6 +137,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
 def _complete(content: CheckedJson, architecture: Architecture) -> None:
     """Fill in what is missing. Raises as `_refuse_settings`."""
     content.fill(architecture.defaults)
+    content.values["quantization_config"] = quantization_of(content.path.parent, content.values)
     if architecture.short_convs:
         with_newer_keys(content)
     if architecture.kimi:
@@ -342,6 +346,8 @@ def _codes(content: CheckedJson, architecture: Architecture) -> str:
         return f"INT{packed.bits}" if packed.stays_codes else "F32"
     if block is not None:
         return "F32" if block[1] % GROUP else "FP8"
+    if has_nvfp4(quantised) or has_nf4(quantised):
+        return "NVFP4" if has_nvfp4(quantised) else "NF4"
     if quant_method(quantised) in architecture.quantizations:
         return "MXFP4"
     raise UnsupportedModelError(f"{content.path}: {about_quantization(quantised)}")

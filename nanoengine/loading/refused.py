@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanoengine.errors import shown
+from nanoengine.loading.modelopt import ALGORITHM
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import MAX_REASON, has_file, read_json
 
@@ -80,7 +81,7 @@ QUANTISED = "weights that were quantised in this way are not read"
 ORIGINAL = "take the model's 16-bit original"
 QUANTIZATIONS_REFUSED = (
     Refusal(
-        r"^awq$|^gptq$|^auto-?round|^mxfp4$|^nvfp4$|^hqq$|^aqlm$|^exl[23]$|^vptq$|^$",
+        r"^awq$|^gptq$|^auto-?round|^mxfp4$|^nvfp4$|^modelopt|^hqq$|^aqlm$|^exl[23]$|^vptq$|^$",
         QUANTISED,
         f'{ORIGINAL} with quantization="int8", or a GGUF of it with quantization="gguf"',
     ),
@@ -166,6 +167,8 @@ def quant_method(config: object) -> str:
 def about_quantization(config: object) -> str:
     """What the weights of a checkpoint with this `quantization_config` are."""
     method = quant_method(config)
+    if isinstance(config, dict) and isinstance(config.get(ALGORITHM), str):
+        method = f"{method} with {config[ALGORITHM][:MAX_REASON]}"
     what, instead = _first(QUANTIZATIONS_REFUSED, method)
     return f"'quantization_config' says {shown(method or config)}: {what}; {instead}"
 

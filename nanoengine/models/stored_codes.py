@@ -5,6 +5,7 @@ Knows which formats there are, and no kernel. What has no kernel for them takes 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 
 # The formats by name, each with the weights and the bytes of a block: those of GGUF files
 # (llama.cpp's ggml-common.h), packed integers, whose blocks are a float16 scale and zero, and codes
-# in the order of Q4_0 and Q8_0: a weight is scale * (code - zero); and FP8 (E4M3): a float32 scale
-# and codes.
+# in the order of Q4_0 and Q8_0: a weight is scale * (code - zero); FP8 (E4M3): a float32 scale and
+# codes; NVFP4: four scales in FP8, a float32 for all of them, see `nvfp4_rows`, and two groups of
+# codes in the order of MXFP4; and NF4: a float32 scale and two such groups.
 FORMATS = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -27,7 +29,10 @@ FORMATS = {
     "INT4": (32, 20),
     "INT8": (32, 36),
     "FP8": (32, 36),
+    "NVFP4": (64, 40),
+    "NF4": (64, 36),
 }
+OF_GGUF = frozenset(FORMATS) - {"INT4", "INT8", "FP8", "NVFP4", "NF4"}  # whose NVFP4 is another
 # Bytes of a block in memory: kernels hold the scale of MXFP4 in 16 bits.
 HELD_BYTES = {name: num_bytes for name, (_, num_bytes) in FORMATS.items()} | {"MXFP4": 18}
 INTEGERS = {"INT4": 4, "INT8": 8}  # the bits of a code; INT8's are signed
@@ -44,6 +49,17 @@ ROUTERS = (
 TAKEN_APART = ("self_attn.kv_b_proj.weight",)  # by latent attention
 NEVER_CODES = (*ROUTERS, *TAKEN_APART)
 FP8_SCALES = 2.0**119  # kernels multiply by 256 x scale: below this it is no infinity
+# Of NVFP4's float32: within them no weight is denormal or infinite.
+WHOLE_SCALES = 2.0**-64, 2.0**64
+NVFP4_GROUP = 16  # inputs that share a scale
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Of bitsandbytes: quantiles of a normal distribution, as float32.
+NF4_LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 _ROWS_AT_ONCE = 1024
 
 
@@ -67,10 +83,9 @@ class CodedRows:
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """[outputs, inputs]; those of a GGUF file by the package gguf."""
-        numbers = _of_integers if self.format in INTEGERS else _of_gguf
-        numbers = _of_fp8 if self.format == "FP8" else numbers
+        made = _OWN.get(self.format, _of_gguf)
         pieces = torch.split(self.rows, _ROWS_AT_ONCE)
-        return torch.cat([numbers(self.format, piece).to(dtype) for piece in pieces])
+        return torch.cat([made(self.format, piece).to(dtype) for piece in pieces])
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +226,51 @@ def fp8_rows(codes: Tensor, scales: Tensor) -> CodedRows:
     return CodedRows("FP8", torch.cat((held, kept), dim=2).flatten(1))
 
 
+def nvfp4_rows(codes: Tensor, scales: Tensor, whole: Tensor) -> CodedRows:
+    """NVFP4 as blocks. codes: uint8 [outputs, inputs / 2], two a byte, the lower half first;
+    scales: float8_e4m3fn [outputs, inputs / 16]; whole: float32 [outputs], which multiplies the
+    scales of an output, or as -w divides them by w; w within WHOLE_SCALES.
+    """
+    outputs, blocks = len(codes), scales.shape[1] // 4
+    groups = _in_groups(torch.stack((codes & 15, codes >> 4), dim=2).view(outputs, blocks, 64))
+    held = scales.view(torch.uint8).view(outputs, blocks, 4)
+    wholes = whole[:, None].expand(outputs, blocks).contiguous().view(torch.uint8)
+    return CodedRows("NVFP4", torch.cat((held, wholes.view_as(held), groups), dim=2).flatten(1))
+
+
+def nf4_rows(codes: Tensor, scales: Tensor) -> CodedRows:
+    """NF4 as blocks. codes: uint8 [outputs, inputs]; scales: float32 [outputs, inputs / 64]."""
+    groups = _in_groups(codes.view(*scales.shape, 64))
+    held = scales[..., None].contiguous().view(torch.uint8)
+    return CodedRows("NF4", torch.cat((held, groups), dim=2).flatten(1))
+
+
+def _in_groups(codes: Tensor) -> Tensor:
+    """Codes of 4 bits in bytes, uint8 [..., 64] -> [..., 32]: of 32, the first 16 are the lower
+    halves.
+    """
+    halves = codes.view(*codes.shape[:-1], 2, 2, 16)
+    return torch.flatten(halves[..., 0, :] | halves[..., 1, :] << 4, -2)
+
+
+def _of_groups(held: Tensor) -> Tensor:
+    """The codes again, uint8 [..., 64]."""
+    groups = held.reshape(*held.shape[:-1], 2, 16)
+    return torch.cat((groups & 15, groups >> 4), dim=-1).flatten(-2)
+
+
+def nvfp4_numbers(codes: Tensor, scales: Tensor, whole: Tensor) -> Tensor:
+    """float32 [outputs, inputs]; arguments as of `nvfp4_rows`, but whole: [outputs or 1, 1], or of
+    the shape of scales; w: any number above 0.
+    """
+    values = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device)
+    of_byte = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1)
+    made = torch.embedding(of_byte, codes.int()).view(*scales.shape, NVFP4_GROUP)
+    wide = scales.float()
+    wide = torch.where(whole < 0, wide / -whole, wide * whole)
+    return made.mul_(wide[..., None]).flatten(1)
+
+
 def _of_integers(name: str, rows: Tensor) -> Tensor:
     """What `integer_rows` made, as float32 [outputs, inputs]."""
     blocks = rows.view(len(rows), -1, FORMATS[name][1])
@@ -227,12 +287,38 @@ def _of_fp8(name: str, rows: Tensor) -> Tensor:
     return (blocks[..., 4:].view(torch.float8_e4m3fn).float() * scales).flatten(1)
 
 
+def _of_nvfp4(name: str, rows: Tensor) -> Tensor:
+    """What `nvfp4_rows` made, as float32 [outputs, inputs]."""
+    blocks = rows.view(len(rows), -1, FORMATS[name][1])
+    scales = blocks[..., :4].contiguous().view(torch.float8_e4m3fn).flatten(1)
+    whole = blocks[..., 4:8].contiguous().view(torch.float32).flatten(1).repeat_interleave(4, 1)
+    values = _of_groups(blocks[..., 8:]).view(len(rows), -1, 2)
+    return nvfp4_numbers(values[..., 0] | values[..., 1] << 4, scales, whole)
+
+
 def _of_gguf(name: str, rows: Tensor) -> Tensor:
     """Blocks of a GGUF file as float32 [outputs, inputs]."""
     import gguf  # 0.3 s to import, and needed only where no kernel reads codes
 
     kind = gguf.GGMLQuantizationType[name]
     return torch.from_numpy(gguf.quants.dequantize(rows.cpu().numpy(), kind)).to(rows.device)
+
+
+def _of_nf4(name: str, rows: Tensor) -> Tensor:
+    """What `nf4_rows` made, as float32 [outputs, inputs]."""
+    blocks = rows.view(len(rows), -1, FORMATS[name][1])
+    scales = blocks[..., :4].contiguous().view(torch.float32)
+    levels = torch.tensor(NF4_LEVELS, device=rows.device)
+    return (levels[_of_groups(blocks[..., 4:]).int()] * scales).flatten(1)
+
+
+_OWN: Mapping[str, Callable[[str, Tensor], Tensor]] = {
+    "INT4": _of_integers,
+    "INT8": _of_integers,
+    "FP8": _of_fp8,
+    "NVFP4": _of_nvfp4,
+    "NF4": _of_nf4,
+}
 
 
 def _rows(part: CodedRows | Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from nanoengine.models.weight_shapes import in_float, weight_shapes
 
 # Dtypes of 16 bits in files, and codes whose numbers fit no 16 bits.
 NARROW = frozenset(("BF16", "F16"))
-BECOME_WIDE = frozenset(("INT4", "INT8", "FP8"))
+BECOME_WIDE = frozenset(("INT4", "INT8", "FP8", "NVFP4", "NF4"))
 Shape = tuple[int, ...]
 
 

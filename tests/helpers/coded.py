@@ -24,7 +24,8 @@ from nanoengine.models.stored_codes import (
 HALVES: dict[str, tuple[int, ...]] = {
     name: (0,) if name in ("Q4_0", "Q5_0", "Q8_0") else (0, 2) for name in FORMATS
 }
-HALVES |= {"Q6_K": (208,), "MXFP4": (), "INT4": (0,), "INT8": (0,), "FP8": ()}
+HALVES |= {"Q6_K": (208,), "INT4": (0,), "INT8": (0,)}
+HALVES |= dict.fromkeys(("MXFP4", "FP8", "NVFP4", "NF4"), ())
 
 
 def random_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> CodedRows:
@@ -45,9 +46,15 @@ def random_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> CodedRow
         blocks[:, 0] = rng.integers(119, 129, len(blocks))
     if name == "FP8":
         blocks[blocks & 127 == 127] -= 1
+    if name in ("FP8", "NF4"):
         blocks[:, :4] = (
             rng.normal(0, 0.001, len(blocks)).astype("<f4").view(np.uint8).reshape(-1, 4)
         )
+    if name == "NVFP4":  # scales of all sizes; wholes that multiply and that divide
+        blocks[:, :4][blocks[:, :4] & 127 == 127] -= 1
+        wholes = rng.uniform(0.5, 1, len(blocks)).astype("<f4") / 4096
+        wholes[::2] = -1 / wholes[::2]
+        blocks[:, 4:8] = wholes.view(np.uint8).reshape(-1, 4)
     return CodedRows(name, torch.from_numpy(blocks.reshape(outputs, -1)))
 
 
@@ -92,8 +99,12 @@ def of_size(coded: CodedRows, size: float) -> CodedRows:
     times = size / coded.numbers(torch.float32).square().mean().sqrt()
     if coded.format == "MXFP4":
         blocks[:, 0] += int(times.log2().round().item()) % 256
-    if coded.format == "FP8":
+    if coded.format in ("FP8", "NF4"):
         blocks[:, :4] = (blocks[:, :4].contiguous().view(torch.float32) * times).view(torch.uint8)
+    if coded.format == "NVFP4":
+        wholes = blocks[:, 4:8].contiguous().view(torch.float32)
+        made = torch.where(wholes < 0, wholes / times, wholes * times)
+        blocks[:, 4:8] = made.view(torch.uint8)
     for at in HALVES[coded.format]:
         halves = blocks[:, at : at + 2].contiguous().view(torch.float16)
         blocks[:, at : at + 2] = (halves * times).half().view(torch.uint8)

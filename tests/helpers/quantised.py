@@ -15,6 +15,8 @@ from gguf_model import SCALINGS, GGUFModel, with_scaling
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nanoengine.models.stored_codes import NF4_LEVELS
+
 GROUP = 32
 LEFT_OUT = ["lm_head", "model.layers.1", "mlp.gate", "down_proj"]
 PATTERNS = ["lm_head", r"re:.*layers\.1\..*", r"re:.*down_proj$", r"re:.*mlp\.gate$"]
@@ -75,6 +77,45 @@ KINDS["fp8, rows"] = (
         "weight_scale": torch.rand(outputs, 1),
     },
 )
+FLOAT4 = {"type": "float", "num_bits": 4, "group_size": 16}
+KINDS["nvfp4"] = (
+    OF_TENSORS | {"config_groups": {"group_0": {"weights": FLOAT4}}},
+    lambda outputs, inputs: {
+        "weight_packed": integers(outputs, inputs // 8).view(torch.uint8),
+        "weight_scale": halves(outputs, inputs // 16).to(torch.float8_e4m3fn),
+        "weight_global_scale": torch.full((1,), 20.0),
+    },
+)
+KINDS["modelopt"] = (
+    {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "ignore": ["lm_head", "model.layers.1*", "*mlp.gate", "*down_proj"],
+    },
+    lambda outputs, inputs: {
+        "weight": integers(outputs, inputs // 8).view(torch.uint8),
+        "weight_scale": halves(outputs, inputs // 16).to(torch.float8_e4m3fn),
+        "weight_scale_2": torch.tensor(0.05),
+    },
+)
+KINDS["nf4"] = (
+    {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "llm_int8_skip_modules": LEFT_OUT,
+    },
+    lambda outputs, inputs: {
+        "weight": integers(outputs * inputs // 8, 1).view(torch.uint8).view(-1, 1),
+        "weight.absmax": torch.rand(outputs * inputs // 64),
+        "weight.quant_map": torch.tensor(NF4_LEVELS),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps({"shape": [outputs, inputs], "blocksize": 64}).encode()),
+            dtype=torch.uint8,
+        ),
+    },
+)
+SIZES = {"nvfp4": 16, "modelopt": 16, "nf4": 64}  # inputs are multiples of it
 
 
 def integers(*shape: int) -> Tensor:
@@ -112,7 +153,8 @@ def quantised(source: Path, folder: Path, kind: str, is_left: Callable[[str], bo
     config, make = KINDS[kind]
     tensors = all_tensors(source)
     for name, tensor in list(tensors.items()):
-        is_whole = tensor.dim() == 2 and tensor.shape[0] % 8 == 0 and tensor.shape[1] % 8 == 0
+        is_whole = tensor.dim() == 2 and tensor.shape[0] % 8 == 0
+        is_whole = is_whole and tensor.shape[1] % SIZES.get(kind, 8) == 0
         if is_whole and name.endswith(PRODUCTS) and not is_left(name):
             del tensors[name]
             found = make(*tensor.shape).items()

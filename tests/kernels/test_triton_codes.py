@@ -71,7 +71,7 @@ def test_weights_are_the_numbers_of_the_codes(name: str, dtype: torch.dtype) -> 
     """Also rounded; two programs for a row, of which one is not full."""
     order = torch.tensor([18, 0, 7])
     for each in (F32, dtype):
-        weight = random_weight(name, 19, max(288, 2 * FORMATS[name][0]), each)
+        weight = random_weight(name, 19, max(320, 2 * FORMATS[name][0]), each)
         assert torch.equal(pack(weight).gather_rows(order), weight.numbers()[order])
 
 

@@ -30,6 +30,7 @@ Tiny = Callable[[str], Path]
 FLOAT8 = {"type": "float", "num_bits": 8, "strategy": "channel"}
 CHANNELS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": FLOAT8}}}
 OF_BLOCKS = FLOAT8 | {"strategy": "block", "block_structure": [16, 32]}
+MODELOPT = {"quant_method": "modelopt", "config_groups": CHANNELS["config_groups"]}
 # By name: the quantization_config, the end of the name of scales, rows and columns that share one.
 KINDS: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
     "blocks": ({"quant_method": "fp8", "weight_block_size": [40, 56]}, "_scale_inv", (40, 56)),
@@ -41,6 +42,19 @@ KINDS: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
     ),
     "rows": (CHANNELS, "_scale", (1, 1 << 20)),
     "one": (CHANNELS, "_scale", (1 << 20, 1 << 20)),
+    "modelopt": (MODELOPT | {"quant_algo": "FP8"}, "_scale", (1 << 20, 1 << 20)),
+    "modelopt, rows": (
+        MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        "_scale",
+        (1, 1 << 20),
+    ),
+    "modelopt, blocks": (MODELOPT | {"quant_algo": "fp8_pb_wo"}, "_scale", (128, 128)),
+}
+SHAPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "one": Tensor.flatten,
+    "modelopt": Tensor.squeeze,
+    "modelopt, rows": Tensor.flatten,
+    "modelopt, blocks": lambda scales: scales[:, None, :, None],
 }
 
 
@@ -84,7 +98,7 @@ def make(
     tensors = load_file(path)
     for name in [n for n in tensors if n.endswith(ends)]:
         tensors[name], scales, said[name] = quantised(tensors[name], block)
-        tensors[name + suffix] = scales if kind != "one" else scales.flatten()
+        tensors[name + suffix] = SHAPED.get(kind, Tensor.contiguous)(scales)
         for other in (".input_scale", ".k_scale"):
             tensors[name.removesuffix(".weight") + other] = torch.ones(1)
     save_file(tensors, path)
@@ -93,7 +107,10 @@ def make(
     return said
 
 
-@pytest.mark.parametrize("kind", ["blocks", "even blocks", "rows", "one"])
+OF_MODELOPT = [kind for kind in KINDS if "modelopt" in kind]
+
+
+@pytest.mark.parametrize("kind", ["blocks", "even blocks", "rows", "one", *OF_MODELOPT])
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma4-moe"])
 def test_every_weight_is_what_its_codes_and_scales_say(
     tiny: Tiny, tmp_path: Path, name: str, kind: str
@@ -328,6 +345,7 @@ def test_compressed_tensors_names_its_blocks_in_each_group(block: object) -> Non
         {"quant_method": "fp8", "weight_block_size": [128]},
         {"quant_method": "fp8", "weight_block_size": [0, 128]},
         {"quant_method": "compressed-tensors"},
+        MODELOPT | {"quant_algo": "MXFP8"},
         {"quant_method": "compressed-tensors", "config_groups": {}},
         CHANNELS | {"config_groups": {"a": {"weights": FLOAT8}, "b": {"weights": {"num_bits": 4}}}},
         CHANNELS | {"config_groups": {"a": {"weights": FLOAT8 | {"type": "int"}}}},

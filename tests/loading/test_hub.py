@@ -21,6 +21,7 @@ from nanoengine.errors import ConfigError, ModelNotFoundError
 from nanoengine.loading.find_model import find_model, read_config_of
 from nanoengine.loading.hub import UNWANTED, WANTED, fetch_config, hub_folder, is_hub_id
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.modelopt import FILE
 
 NAME, COMMIT = "some-org/Tiny-1.0_b", "0123456789abcdef0123456789abcdef01234567"
 Tiny = Callable[[str], Path]
@@ -112,10 +113,10 @@ def test_a_shape_is_read_from_the_cache_or_downloaded_beside_it(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     read = read_config_of(NAME)
     assert (read.num_layers, read.rope) == (3, read_model_config(tiny("llama")).rope)
-    assert asked == ["config.json"] and not (cache / "hub").exists()
+    assert asked == ["config.json", FILE] and not (cache / "hub").exists()
     snapshot = filled_cache(cache, tiny("llama"))
     assert fetch_config(NAME, cache) == snapshot
-    assert read_config_of(NAME) == read_model_config(tiny("llama")) and len(asked) == 1
+    assert read_config_of(NAME) == read_model_config(tiny("llama")) and len(asked) == 2
 
 
 def test_a_shape_that_cannot_be_downloaded_says_what_to_do(

@@ -32,7 +32,7 @@ from nanoengine.loading.gguf.settings import check_supported, model_config
 from nanoengine.loading.gguf.tensors import TILED, GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
 from nanoengine.models.families import OUT_IS_TILED
-from nanoengine.models.stored_codes import CODES_KEY, FORMATS, TAKEN_APART
+from nanoengine.models.stored_codes import CODES_KEY, OF_GGUF, TAKEN_APART
 
 logger = logging.getLogger(__name__)
 CONVERTER_VERSION = 5  # part of the cache key: raise it when the written folder changes
@@ -43,7 +43,7 @@ LARGE_GROWTH = 1 << 30  # bytes; a user wants to know of these before they are w
 
 def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     """Fill the empty folder `target` with the model in `source`; returns what the weights are, in
-    words. keeps_codes: matrices of a format in stored_codes.FORMATS stay as they are.
+    words. keeps_codes: matrices of a format in stored_codes.OF_GGUF stay as they are.
 
     Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json and
     model.safetensors (bfloat16; codes are uint8 [rows, bytes of a row], and CODES_KEY of its
@@ -58,7 +58,7 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
         config |= _order_of_codes(metadata)
     tensors = list(hf_tensors(metadata, config, stored))
     kind = _main_type(stored)
-    stays = keeps_codes and kind in FORMATS
+    stays = keeps_codes and kind in OF_GGUF
     if keeps_codes:
         tensors = [_with_codes(tensor) for tensor in tensors]
     if not stays:
@@ -122,7 +122,7 @@ def _with_codes(tensor: GgufTensor) -> GgufTensor:
     name = tensor.quant_type.name
     is_matrix = len(tensor.shape) == 2 and tensor.change is None
     is_matrix = is_matrix and not tensor.name.endswith(TAKEN_APART)
-    return replace(tensor, code_format=name if name in FORMATS and is_matrix else "")
+    return replace(tensor, code_format=name if name in OF_GGUF and is_matrix else "")
 
 
 def _tell_growth(
@@ -132,7 +132,7 @@ def _tell_growth(
     before = sum(int(tensor.n_bytes) for tensor in stored.values())
     after = sum(tensor.written[2] for tensor in tensors)
     kind = _main_type(stored)
-    keeps = '"gguf"' if kind in FORMATS else '"int8"'
+    keeps = '"gguf"' if kind in OF_GGUF else '"int8"'
     logger.log(
         logging.WARNING if after - before >= LARGE_GROWTH else logging.INFO,
         "%s: the %.2f GiB of %s weights become %.2f GiB in bfloat16, on disk (once, in %s) and in "
