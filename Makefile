@@ -117,7 +117,8 @@ clean: ## remove .venv and what was built here; `nanoengine models` shows the ca
 
 # setuptools first, at its pinned version: an isolated build would fetch the newest one instead.
 .venv/.runtime: .venv/.python pyproject.toml constraints.txt
-	@echo "installing nanoengine and PyTorch in .venv: 0.3 GB to download, 3 GB with CUDA"
+	@echo "installing nanoengine and PyTorch in .venv: 0.3 GB to download, 3 GB with CUDA; pip says nothing" \
+	    "for some minutes"
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation --editable .
 	@touch $@
