@@ -90,6 +90,7 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["run", "m", "p", "--max-new-tokens", "5"], "here it is --max-tokens (see"),
         (["run-batch", "-i", "a"], "here it is nanoengine batch IN.jsonl OUT.jsonl --model MODEL"),
+        (["help", "run"], "'help'; here it is nanoengine --help, or nanoengine COMMAND --help"),
         (["serve", "m", "--no-enable-log-requests"], "here it is nothing: requests are not logged"),
         (["serve", "m", "--disable-log-requests"], "those of --log-level; leave it out (see"),
         (["serve", "m", "--uvicorn-log-level", "info"], "here it is --log-level (see"),
