@@ -45,9 +45,9 @@ ray: .venv/.ray .venv/.model ## jobs of Ray on this machine: columns, and actors
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m ray tests/api/test_ray_data.py
 	$(PY) -m benchmarks.ray_resume
 
-# Debian's packages: a browser is no Python package.
+# Debian's packages: a browser is no Python package. One test waits for 10,000 tokens, 800 s at most.
 page: .venv/.browser ## the chat page in headless Chromium; needs the packages chromium and chromium-driver
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m browser tests/serving/test_page_in_browser.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m browser -o faulthandler_timeout=900 tests/serving/test_page_in_browser.py
 
 mutants: .venv/.test ## break the engine on purpose, in a copy: the tests must notice every time
 	$(PY) benchmarks/proofs/mutants.py
@@ -117,7 +117,8 @@ clean: ## remove .venv and what was built here; `nanoengine models` shows the ca
 
 # setuptools first, at its pinned version: an isolated build would fetch the newest one instead.
 .venv/.runtime: .venv/.python pyproject.toml constraints.txt
-	@echo "installing nanoengine and PyTorch in .venv: 0.3 GB to download, 3 GB with CUDA"
+	@echo "installing nanoengine and PyTorch in .venv: 0.3 GB to download, 3 GB with CUDA; pip says nothing" \
+	    "for some minutes"
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation --editable .
 	@touch $@

@@ -40,7 +40,7 @@ from nanoengine.text.tokenizer import Tokenizer
 Answer = TypeVar("Answer")
 
 
-@explains_methods
+@explains_methods()
 class AsyncLLM:
     """A loaded model for asyncio; event loops in any number of threads may call it.
 

@@ -51,7 +51,7 @@ from nanoengine.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
-@explains_methods
+@explains_methods()
 class LLM:
     """A loaded model. `with LLM(...) as llm` or `close()` frees it; a process may have several.
 

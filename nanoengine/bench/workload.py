@@ -17,7 +17,7 @@ def count(text: str) -> int:
     """The type of a flag that is a count, from 1."""
     number = int(text) if text.isascii() and text.isdecimal() else 0
     if not 1 <= number <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"must be from 1 to {MAX_COUNT}, got {text}")
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to {MAX_COUNT}, got {text}")
     return number
 
 

@@ -103,6 +103,8 @@ def batch(args: argparse.Namespace) -> int:
         print(json.dumps(row))
     elif not args.quiet:
         print(_sentence(row), file=sys.stderr)
+        if answers.first_error:
+            print(f"the first error is of {answers.first_error}", file=sys.stderr)
     return 1 if answers.num_failed else 0
 
 

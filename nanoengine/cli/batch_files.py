@@ -119,7 +119,8 @@ def _problem(content: Any) -> str:
 class AnswerFile:
     """The output. Opening it drops a line that a kill tore; each line is added whole.
 
-    done: ids of the answers that it holds. num_failed: those of them that are errors.
+    done: ids of the answers that it holds. num_failed: those of them that are errors. first_error:
+    the text of one, with the custom_id of its line.
     """
 
     def __init__(self, path: Path, ids: frozenset[str]) -> None:
@@ -129,6 +130,7 @@ class AnswerFile:
         self._path = path
         self.done: set[str] = set()
         self.num_failed = 0
+        self.first_error = ""
         # Without a buffer: a line that was written survives a kill.
         self._file = path.open("ab", buffering=0)
         try:
@@ -154,13 +156,20 @@ class AnswerFile:
     def _note(self, raw: bytes, number: int, ids: frozenset[str]) -> None:
         try:
             row = json.loads(raw)
-            name, failed = row["id"], row["error"] is not None
-        except (ValueError, RecursionError, KeyError, TypeError) as error:
-            raise self._foreign(number) from error
+            name, error = row["id"], row["error"]
+            told = None if error is None else (row["custom_id"], error["message"])
+        except (ValueError, RecursionError, KeyError, TypeError) as problem:
+            raise self._foreign(number) from problem
         if name not in ids or name in self.done:
             raise self._foreign(number)
         self.done.add(name)
-        self.num_failed += failed
+        if told is not None:
+            self._count_error(*told)
+
+    def _count_error(self, custom_id: object, message: str) -> None:
+        if not self.num_failed:  # the message of a line that is no JSON names its number
+            self.first_error = message if custom_id is None else f"{shown(custom_id)}: {message}"
+        self.num_failed += 1
 
     def _foreign(self, number: int) -> BatchFileError:
         return BatchFileError(
@@ -185,7 +194,8 @@ class AnswerFile:
                 "make room there, and the same command goes on"
             ) from error
         self.done.add(line.id)
-        self.num_failed += error is not None
+        if error is not None:
+            self._count_error(line.custom_id, error["message"])
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ Ctrl-C ends the answer and keeps what came; at the prompt it clears the line. Th
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 
@@ -20,9 +21,11 @@ HELP = f"""\
 /reset        forget the conversation, and keep the system message
 /stats        tokens and speed, of the last answer and of all; where the KV lies
 /help         this list
+/exit         end the chat, as Ctrl-D does
 {QUOTES}           begins and ends a message of several lines
-Ctrl-C ends an answer, Ctrl-D ends the chat."""
-COMMANDS = ("system", "reset", "stats", "help")
+Ctrl-C ends an answer. A space before a / sends it as text."""
+COMMANDS = ("system", "reset", "stats", "help", "exit")
+ENDS = ("/exit", "/quit", "/bye")  # of llama.cpp and Ollama
 
 
 def chat(args: argparse.Namespace) -> int:
@@ -44,14 +47,15 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def _take_message(talk: Conversation) -> bool:
-    """Read and answer one message; False at the end of the input. On a terminal, Ctrl-C drops what
-    was typed.
+    """Read and answer one message; False at the end of the input, and at /exit. On a terminal,
+    Ctrl-C drops what was typed.
     """
     try:
         text = read_message()
-        if text is not None:
-            talk.take(text)
-        return text is not None
+        if text is None or text.strip() in ENDS:
+            return False
+        talk.take(text)
+        return True
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise
@@ -146,8 +150,12 @@ def _read_line(prompt: str) -> str | None:
 
 
 def _use_line_editing() -> None:
-    """Arrow keys and history at the prompt, where Python has them: input() uses it."""
+    """Arrow keys and history at the prompt, where Python has them: input() uses it. A paste of
+    several lines is one message, which Python turns off.
+    """
     try:
-        import readline  # noqa: F401
+        import readline
     except ImportError:
         return
+    if os.environ.get("TERM", "dumb") != "dumb":  # which would show the codes around a paste
+        readline.parse_and_bind("set enable-bracketed-paste on")

@@ -50,7 +50,10 @@ def read_prompt(given: str) -> str:
         if given == "-":
             where = "standard input"
             if sys.stdin is None or sys.stdin.isatty():
-                raise UsageError("there is no prompt: give a text, a file, or - and standard input")
+                raise UsageError(
+                    "there is no prompt: give a text, a file, or - and standard input; a "
+                    "conversation is nanoengine chat MODEL"
+                )
             text = sys.stdin.buffer.read().decode("utf-8")
         elif os.path.isfile(given):
             where = given

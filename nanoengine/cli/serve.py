@@ -82,7 +82,10 @@ def serve(args: argparse.Namespace) -> int:
             )
 
         def on_start() -> None:
-            say(f"ready after {time.perf_counter() - start:.1f} s; OpenAI's API is at {address}/v1")
+            say(
+                f"ready after {time.perf_counter() - start:.1f} s; OpenAI's API is at "
+                f"{address}/v1, a chat page at {address}/"
+            )
 
         asyncio.run(server.serve(engine, options, listener, on_start))
     say("stopped")

@@ -8,8 +8,12 @@ from collections.abc import Iterable
 from nanoengine.errors import near_name, shown
 from nanoengine.text.known_names import KNOWN, SCOPES, sentence_of
 
-# Commands of vLLM and Ollama that have other names here: what to write.
+# Commands of vLLM, Ollama and others that have other names here: what to write.
 COMMANDS = {
+    "help": "nanoengine --help, or nanoengine COMMAND --help",
+    "version": "nanoengine --version",
+    "generate": "nanoengine run MODEL PROMPT",
+    "benchmark": "nanoengine bench",
     "run-batch": "nanoengine batch IN.jsonl OUT.jsonl --model MODEL",
     "complete": "nanoengine run MODEL PROMPT",
     "launch": "nanoengine serve MODEL",

@@ -25,7 +25,7 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.loading.mxfp4 import GROUP, mxfp4_rows, unpack_mxfp4
-from nanoengine.loading.refused import about_folder
+from nanoengine.loading.refused import about_file, about_folder
 from nanoengine.loading.wrappers import text_names
 from nanoengine.models.architecture import MTP_JOIN
 from nanoengine.models.architectures import ARCHITECTURES
@@ -141,7 +141,8 @@ class CheckpointReader:
             about = file.metadata() or {}  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError, ValueError) as error:
             reason = str(error)[:MAX_REASON]  # the error may quote the whole header
-            raise CorruptModelError(f"{path} is truncated or damaged: {reason}") from error
+            hint = about_file(path) if path.is_file() else ""
+            raise CorruptModelError(f"{path} is truncated or damaged: {reason}{hint}") from error
         self._files[file_name] = file
         if CODES_KEY in about:
             self._formats |= _read_formats(path, about[CODES_KEY])

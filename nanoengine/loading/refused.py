@@ -183,5 +183,21 @@ def about_folder(folder: Path) -> str:
             "with peft's merge_and_unload(), save that model and its tokenizer, and give that "
             "folder"
         )
-    files = sorted(folder.glob("*.gguf"))
-    return f"; give the file itself: {files[0]}" if files else ""
+    if files := sorted(folder.glob("*.gguf")):
+        return f"; give the file itself: {files[0]}"
+    if below := sorted(folder.glob("*/config.json")) or sorted(
+        folder.glob("snapshots/*/config.json")
+    ):
+        return f"; give the folder below it: {below[0].parent}"
+    return "; a model's folder has config.json, its weights (*.safetensors) and tokenizer.json"
+
+
+def about_file(path: Path) -> str:
+    """For an error about a damaged file of weights: what it is instead, else what to do."""
+    with path.open("rb") as file:
+        start = file.read(64)
+    if start.startswith(b"version https://git-lfs"):
+        return "; it is a pointer of Git LFS: run `git lfs pull` in the clone that it is from"
+    if start.lstrip()[:1] == b"<":
+        return "; it is a web page: download the file that the page is about"
+    return "; get the file again"

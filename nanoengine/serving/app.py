@@ -21,6 +21,7 @@ import nanoengine
 from nanoengine.serving import openapi
 from nanoengine.serving.event_stream import DONE, GONE
 from nanoengine.serving.guards import KeyGuard
+from nanoengine.serving.known_paths import about_path
 from nanoengine.serving.messages_answers import MessagesWriter, count_body
 from nanoengine.serving.messages_requests import read_count, read_messages
 from nanoengine.serving.openai_chunks import ChatChunks, CompletionChunks
@@ -179,7 +180,7 @@ def _add_errors(app: FastAPI) -> None:
         status = error.status_code if isinstance(error, HTTPException) else 404
         what = f"{request.method} {request.url.path}"
         meant = _like(app, request.url.path)
-        hint = f"did you mean {meant}?" if meant else "GET /openapi.json lists what there is"
+        hint = f"did you mean {meant}?" if meant else about_path(request.url.path)
         code, text = {
             404: ("unknown_url", f"there is no {what}; {hint}"),
             405: ("method_not_allowed", f"there is no {what}; the path has another method"),

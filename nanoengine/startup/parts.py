@@ -5,6 +5,7 @@ Knows no requests and no steps.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
@@ -41,6 +42,8 @@ from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, stre
 from nanoengine.startup.weight_bytes import no_codes
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.text.tokenizer_files import check_tokenizer_is_there
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,7 @@ def load_compute_parts(
     if config.kv_offload_dtype == "bf12":
         _check_bf12(device)
     kernels, no_kernels = find_kernels(device, sharding.tape if sharding else None)
+    _warn_of_slowness(no_kernels)
     method = config.quantization
     ops = _code_ops(config, device, folder, kernels or no_kernels, dtype)
     ops = ops or choose_ops(config, device, kernels, dtype)
@@ -239,6 +243,14 @@ def find_kernels(device: Device, tape: CallTape | None) -> tuple[CpuKernels | No
         return CpuKernels.load(tape=tape), ""
     except KernelBuildError as error:
         return None, str(error)
+
+
+def _warn_of_slowness(no_kernels: str) -> None:
+    """no_kernels: why a CPU computes without ours, else ""."""
+    if no_kernels:
+        logger.warning(
+            "PyTorch computes, several times slower, as our kernels cannot be used: %s", no_kernels
+        )
 
 
 def choose_ops(

@@ -53,7 +53,8 @@ class ChatTemplate:
         if refused:
             raise InvalidParamsError(
                 f"{refused[0]!r} is not a variable of a chat template; "
-                "apply_chat_template renders the model's own template to text"
+                "apply_chat_template renders the model's own template to text, and with "
+                "tokenize=True to a list of token ids"
             )
         given = {"tools": None, "documents": None, **special_tokens, **variables}
         given["add_generation_prompt"] = add_generation_prompt

@@ -17,6 +17,7 @@ from nanoengine.errors import InvalidPromptError, PromptTooLongError, RequestErr
 from nanoengine.text.byte_tokens import REPLACEMENT, with_replacements
 from nanoengine.text.chat_template import ChatTemplate
 from nanoengine.text.checked_json import has_file
+from nanoengine.text.known_methods import OF_TOKENIZERS, explains_methods
 from nanoengine.text.template_process import RENDER_SECONDS, TemplateProcess
 from nanoengine.text.tokenizer_files import (
     add_outside_tokens,
@@ -30,6 +31,7 @@ from nanoengine.text.tokenizer_files import (
 )
 
 
+@explains_methods(OF_TOKENIZERS)
 class Tokenizer:
     """A vocabulary with its special tokens and its chat template."""
 

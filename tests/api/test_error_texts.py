@@ -225,7 +225,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     "27 path": (lambda b: LLM("./models/my-model"), ("no model at './models/my-model'", "check")),
     "28 other arguments": (
         lambda b: b.llm.get_tokenizer().apply_chat_template([], return_dict=True),
-        ("'return_dict' is not a variable of a chat template",),
+        ("'return_dict' is not a variable of a chat template", "tokenize=True to a list"),
     ),
     "28 answer that has begun": (
         lambda b: b.llm.chat(

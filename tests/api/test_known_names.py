@@ -20,7 +20,7 @@ from nanoengine.config.engine import NAMES, EngineConfig, Settings, make_config
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, InvalidParamsError, InvalidPromptError, near_name
 from nanoengine.serving.options import ServerOptions
-from nanoengine.text.known_methods import METHODS
+from nanoengine.text.known_methods import METHODS, OF_TOKENIZERS
 from nanoengine.text.known_names import (
     CHANGED,
     FLAG,
@@ -31,9 +31,11 @@ from nanoengine.text.known_names import (
     ROWS,
     SETTING,
     WORKS,
+    KnownName,
     read_table,
     translated,
 )
+from nanoengine.text.tokenizer import Tokenizer
 
 SETTINGS = {field.name for field in fields(EngineConfig)}
 PARAMS = {field.name for field in fields(SamplingParams)}
@@ -92,10 +94,14 @@ def test_the_table_agrees_with_settings_and_parameters() -> None:
     assert {row.kind for row in ROWS} == {WORKS, RENAMED, CHANGED, MISSING}
 
 
-@pytest.mark.parametrize("owner", [LLM, AsyncLLM])
-def test_a_method_of_another_engine_says_what_it_is_here(owner: type[Any]) -> None:
+@pytest.mark.parametrize(
+    ("owner", "known"), [(LLM, METHODS), (AsyncLLM, METHODS), (Tokenizer, OF_TOKENIZERS)]
+)
+def test_a_method_of_another_engine_says_what_it_is_here(
+    owner: type[Any], known: dict[str, KnownName]
+) -> None:
     made = owner.__new__(owner)  # no model is loaded for this
-    for name, row in METHODS.items():
+    for name, row in known.items():
         assert not hasattr(owner, name), name
         assert set(row.engines) <= ENGINES and len(row.sentence) < 200, row
         with pytest.raises(AttributeError, match=re.escape(row.sentence)) as found:
@@ -104,6 +110,19 @@ def test_a_method_of_another_engine_says_what_it_is_here(owner: type[Any]) -> No
     with pytest.raises(AttributeError, match=r"'generat'$") as found:
         made.generat  # noqa: B018
     assert (found.value.name, found.value.obj) == ("generat", made)
+
+
+def test_what_a_tokenizer_says_is_there_is_there(tiny: Callable[[str], Path]) -> None:
+    made = Tokenizer.from_folder(tiny("qwen3"))
+    for row in OF_TOKENIZERS.values():
+        if row.sentence.startswith("here it is ") and "nothing" not in row.sentence:
+            said = (
+                row.sentence.removeprefix("here it is ")
+                .removeprefix("in ")
+                .removeprefix("backend.")
+            )
+            name = re.split(r"\W", said)[0]
+            assert any(hasattr(each, name) for each in (made, made.backend)) or name == "plan", row
 
 
 def test_a_group_that_cannot_be_read_is_an_error() -> None:

@@ -4,6 +4,7 @@ second run does with the rows of the first.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,12 @@ PARAMS = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True}
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGTERM)
     ray.init("local", num_cpus=2, object_store_memory=150 << 20, include_dashboard=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield
     ray.shutdown()
+    signal.signal(signal.SIGTERM, handler)  # Ray leaves its own
 
 
 def answer(source: Path, target: Path, model: Path) -> None:

@@ -75,7 +75,7 @@ def test_counts_begin_with_1(
     for arguments in (["offline", "--num-seqs"], ["offload", "--input-len"]):
         with pytest.raises(SystemExit):
             bench(*arguments, number)
-        said = f"argument {arguments[1]}: must be from 1 to 2147483647, got {number}"
+        said = f"argument {arguments[1]}: must be an integer from 1 to 2147483647, got {number}"
         assert said in capsys.readouterr().err
 
 
@@ -91,6 +91,15 @@ def test_least_and_longest_are_checked_before_the_model_is_loaded() -> None:
         ):
             with pytest.raises(ConfigError, match=said):
                 main([work, *model, *arguments])
+
+
+def test_an_error_is_one_line() -> None:
+    command = [sys.executable, "bench.py", "offline", "--model", "none", "--min-output", "2000"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and done.stderr.startswith("error: --min-output 2000 is above")
+    assert done.stderr.count("\n") == 1 and not done.stdout
 
 
 def test_offload(bench: Callable[..., Any]) -> None:

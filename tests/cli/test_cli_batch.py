@@ -211,7 +211,9 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(
     assert response["body"]["error"]["message"] == found["key"]["error"]["message"]
     assert "did you mean 'temperature'?" in found["key"]["error"]["message"]
     assert found["form"]["response"]["body"]["error"]["param"] == "response_format"
-    assert "10 requests, 9 with an error" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "10 requests, 9 with an error" in said
+    assert "the first error is of line 1: it is no JSON" in said
 
 
 def test_a_path_that_cannot_be_used_is_named(

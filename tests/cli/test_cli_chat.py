@@ -39,7 +39,7 @@ CTRL_C, CTRL_D = b"\x03", b"\x04"
 class Terminal:
     """A person at a terminal."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], term: str = "dumb") -> None:
         self._master, slave = pty.openpty()
         self.child = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, *arguments],
@@ -48,7 +48,7 @@ class Terminal:
             stderr=slave,
             start_new_session=True,
             cwd=ROOT,
-            env=os.environ | {"TERM": "dumb"},
+            env=os.environ | {"TERM": term},
         )
         os.close(slave)
         self._unread = ""
@@ -117,6 +117,33 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(terminal: Terminal) -> None:
     terminal.read_until(r" \[ended\]\r\n> ")
     terminal.type(CTRL_D)
     assert terminal.child.wait(timeout=60) == 0
+
+
+def test_lines_that_are_pasted_at_once_are_one_message(folder: Path) -> None:
+    terminal = Terminal(["chat", str(folder), *FLAGS, "--max-tokens", "6"], term="xterm")
+    try:
+        terminal.read_until("> ")
+        terminal.type(b"\x1b[200~def f(x):\n    return x\n\nExplain this.\x1b[201~")
+        terminal.read_until(r"Explain this\.")
+        terminal.type(b"\r")
+        terminal.read_until("was cut at 6 tokens")
+        terminal.type(b"/stats\r")
+        last, all_answers = re.findall(
+            r"(\d+) tokens in, (\d+) out", terminal.read_until("requests ")
+        )
+        assert last == all_answers and int(last[1]) == 6  # one answer
+        terminal.type(b"/bye\r")
+        assert terminal.child.wait(timeout=60) == 0
+    finally:
+        terminal.close()
+
+
+@pytest.mark.parametrize("word", ["/exit", "/quit", "/bye"])
+def test_these_words_end_the_chat(
+    word: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat(f"{word}\nHello\n", folder, monkeypatch)
+    assert capsys.readouterr() == ("", "")
 
 
 def chat(

@@ -79,7 +79,13 @@ def test_a_folder_without_a_model_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", str(tmp_path), PROMPT, "--quiet"]) == FAILED
-    assert f"{tmp_path} has no config.json" in capsys.readouterr().err
+    said = f"{tmp_path} has no config.json; a model's folder has config.json, its weights"
+    assert said in capsys.readouterr().err
+    below = tmp_path / "snapshots" / "0123"
+    below.mkdir(parents=True)
+    (below / "config.json").write_text("{}")
+    assert main(["run", str(tmp_path), PROMPT, "--quiet"]) == FAILED
+    assert f"has no config.json; give the folder below it: {below}\n" in capsys.readouterr().err
 
 
 def test_a_cut_answer_says_what_cut_it(

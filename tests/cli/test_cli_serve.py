@@ -126,7 +126,9 @@ def test_a_signal_ends_it_with_status_0(tiny: Callable[[str], Path]) -> None:
         lines.append(line)
         if line.startswith("ready after"):
             break
-    port = lines[-1].rpartition(":")[2].removesuffix("/v1\n")
+    found = re.search(r":(\d+)/v1, a chat page at http://0\.0\.0\.0:\1/$", lines[-1])
+    assert found is not None
+    port = found[1]
     body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",

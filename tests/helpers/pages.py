@@ -31,7 +31,7 @@ from nanoengine.serving.openai_keys import (
     Refused,
 )
 from nanoengine.serving.openai_requests import MAX_BIASES, MAX_WORD, TEMPLATE_VARIABLES
-from nanoengine.text.known_methods import METHOD, METHODS
+from nanoengine.text.known_methods import METHOD, METHODS, OF_TOKENIZER, OF_TOKENIZERS
 from nanoengine.text.known_names import ARGUMENT, FLAG, PARAMETER, ROWS, SETTING, WORKS, KnownName
 
 KNOWN = {field.name: field for field in fields(EngineConfig)}
@@ -170,6 +170,7 @@ def parameters_page() -> str:
         ("Parameters of a request: `SamplingParams(...)`", PARAMETER),
         ("Arguments of `generate()` and `chat()`", ARGUMENT),
         ("Methods of `LLM` and `AsyncLLM`", METHOD),
+        ("Attributes of `llm.get_tokenizer()`", OF_TOKENIZER),
         ("Flags of `vllm serve` that are no settings", FLAG),
     ):
         lines = [f"## {title}", "", "| name | of | here |", "|---|---|---|", *_rows(scope)]
@@ -178,7 +179,9 @@ def parameters_page() -> str:
 
 
 def _rows(scope: str) -> Iterator[str]:
-    for row in sorted((*ROWS, *METHODS.values()), key=lambda row: row.name):
+    for row in sorted(
+        (*ROWS, *METHODS.values(), *OF_TOKENIZERS.values()), key=lambda row: row.name
+    ):
         if row.scope == scope:
             yield f"| `{row.name}` | {', '.join(row.engines)} | {_what_is_here(row)} |"
 

@@ -759,7 +759,9 @@ def test_a_file_that_cannot_be_read_is_named(
 
 
 def test_a_folder_without_config(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"no config\.json$"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"no config\.json; a model.s folder has config\.json"
+    ):
         read_model_config(tmp_path)
     (tmp_path / "m.gguf").touch()
     with pytest.raises(ModelNotFoundError, match=r"give the file itself: .*m\.gguf"):

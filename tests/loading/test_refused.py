@@ -1,11 +1,15 @@
-"""What is said about models that cannot be loaded, by their names alone."""
+"""What is said about models that cannot be loaded, by their names and their first bytes alone."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from nanoengine.errors import ModelNotFoundError
+from nanoengine.errors import CorruptModelError, ModelNotFoundError
+from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.find_model import resolve_model
+from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.refused import (
     about_architecture,
     about_name,
@@ -104,3 +108,24 @@ def test_a_name_of_another_program_is_explained(name: str, words: str) -> None:
 
 def test_plain_names_get_no_sentence_of_their_own() -> None:
     assert about_name("llama") == "" == about_name("org/model")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+        (b"<!doctype html><html>a page, not a file</html>", "it is a web page"),
+        (b"GGUF" + bytes(20), "get the file again"),
+        (b"", "get the file again"),
+    ],
+)
+def test_a_file_of_weights_that_is_something_else_says_what_to_do(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    gguf, weights = tmp_path / "m.gguf", tmp_path / "model.safetensors"
+    gguf.write_bytes(content[:4] if words == "get the file again" else content)
+    weights.write_bytes(content)
+    with pytest.raises(CorruptModelError, match=words):
+        check_structure(gguf)
+    with pytest.raises(CorruptModelError, match=words):
+        CheckpointReader(tmp_path)

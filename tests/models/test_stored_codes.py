@@ -270,8 +270,13 @@ def test_packed_integers_become_numbers_where_that_is_asked(tiny: Tiny, tmp_path
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_where_no_kernel_takes_codes_the_plan_says_why(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dtype: str,
 ) -> None:
+    """A warning is due where there are no kernels at all: PyTorch alone is much slower."""
     path = written(tiny("llama"), tmp_path / "m.gguf", {}, "Q4_0")
     why = "no C compiler found"
     if dtype == "bfloat16":
@@ -285,6 +290,9 @@ def test_where_no_kernel_takes_codes_the_plan_says_why(
         assert ("Q4_0 GGUF, dequantised to bfloat16" in text) and "quantised   " not in text
         assert (f"dequantised to bfloat16 ({why}" in text) == (quantization is None)
         engine.close()
+    slow = "PyTorch computes, several times slower, as our kernels cannot be used: no C compiler"
+    told = [r.levelname for r in caplog.records if r.getMessage().startswith(slow)]
+    assert told == ["WARNING"] * 2 * (dtype == "float32")
 
 
 def test_codes_are_packed_from_the_mapped_file(tiny: Tiny, tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_signals_end_it_with_status_0(tiny: Callable[[str], Path]) -> None:
         assert any(
             line.startswith("INFO nanoengine.api.llm: model") for line in lines
         )  # the worker's
-        port = int(lines[-1].rpartition(":")[2].removesuffix("/v1\n"))
+        port = int(lines[-1].rpartition(":")[2].removesuffix("/\n"))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert children
         body = {"prompt": "a", "max_tokens": 500, "stream": True, **GREEDY}

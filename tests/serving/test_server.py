@@ -228,8 +228,12 @@ def test_tokens_with_tools(tool_server: LiveServer) -> None:
         ("GET", CHAT, None, 405, "method_not_allowed", "another method"),
         ("POST", "/chat/completions", {}, 404, "unknown_url", f"did you mean {CHAT}?"),
         ("POST", "/v1/v1/messages", {}, 404, "unknown_url", "did you mean /v1/messages?"),
-        ("POST", "/v1/embeddings", {}, 404, "unknown_url", "GET /openapi.json lists"),
-        ("GET", "/nowhere", None, 404, "unknown_url", "there is no GET /nowhere"),
+        ("POST", "/v1/embeddings", {}, 404, "unknown_url", "it computes no embeddings"),
+        ("POST", "/v1/images/generations", {}, 404, "unknown_url", "reads and writes text alone"),
+        ("GET", "/v1/responses/resp_1", None, 404, "unknown_url", "answers are not kept"),
+        ("GET", "/v1/batches", None, 404, "unknown_url", "nanoengine batch IN.jsonl"),
+        ("POST", "/api/chat", {}, 404, "unknown_url", "this is no server of Ollama's"),
+        ("GET", "/nowhere", None, 404, "unknown_url", "there is no GET /nowhere; GET /openapi"),
     ],
 )
 def test_an_error_is_openais_object(

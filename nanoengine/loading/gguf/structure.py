@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
+from nanoengine.loading.refused import about_file
 
 MAX_COUNT = 10_000_000  # tensors, metadata entries, array elements, tensor dimensions
 MAX_DIMS = 4
@@ -32,7 +33,9 @@ def check_structure(path: Path) -> dict[int, int]:
     order.
     """
     if path.stat().st_size < 24:
-        raise CorruptModelError(f"{path} is no GGUF file: only {path.stat().st_size} bytes")
+        raise CorruptModelError(
+            f"{path} is no GGUF file: only {path.stat().st_size} bytes{about_file(path)}"
+        )
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = _Cursor(path, data)
         num_tensors, num_fields = _read_head(cursor)
@@ -96,7 +99,7 @@ def _check_places(cursor: _Cursor, tensors: list[_TensorInfo], alignment: int) -
         if end > file_size:
             raise CorruptModelError(
                 f"{path} is truncated: tensor {_text(tensor.name)!r} ends at byte {end}, "
-                f"the file has {file_size}"
+                f"the file has {file_size}{about_file(path)}"
             )
         expected = _aligned(tensor.offset + tensor.size, alignment)
     if file_size > data_start + expected:
@@ -128,7 +131,7 @@ class _Cursor:
         if num_bytes > len(self.data) - start:
             raise CorruptModelError(
                 f"{self.path} is truncated or damaged: byte {start} asks for {num_bytes} more, "
-                f"the file has {len(self.data)}"
+                f"the file has {len(self.data)}{about_file(self.path)}"
             )
         self.position += num_bytes
         return start
@@ -154,7 +157,9 @@ class _Cursor:
 def _read_head(cursor: _Cursor) -> tuple[int, int]:
     magic = cursor.data[cursor.skip(4) : 4]
     if magic != b"GGUF":
-        raise CorruptModelError(f"{cursor.path} is no GGUF file: it starts with {magic!r}")
+        raise CorruptModelError(
+            f"{cursor.path} is no GGUF file: it starts with {magic!r}{about_file(cursor.path)}"
+        )
     version = cursor.uint32()
     if version not in (2, 3):
         raise UnsupportedModelError(
