@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from nanoengine.api.llm import LLM
 from nanoengine.api.mailbox import Mailbox
 from nanoengine.api.streaming import DeltaStream
+from nanoengine.api.turns import PATIENCE_S
 from nanoengine.config.engine import Settings
 from nanoengine.devices.home_process import HomeProcess, join
 from nanoengine.engine.output_processor import RequestState
@@ -47,7 +48,7 @@ class EngineThread:
         )
         self._thread.start()
         try:
-            self.plan, self.inputs = ready.result()
+            self.plan, self.inputs, self._abort_ranks = ready.result()
         except BaseException:
             self._refuse(None)
             if ready.done():  # otherwise Ctrl-C came here: the thread ends once it has loaded
@@ -90,9 +91,10 @@ class EngineThread:
         return True
 
     def stop(self) -> None:
-        """End the thread and wait for its end; a forked process has no such thread. A signal
-        handler may call it where its own thread holds the lock: the wait is then for Python's exit,
-        as the engine's thread may need the lock to end.
+        """End the thread and wait for its end, which a rank that has stopped does not delay for
+        longer than PATIENCE_S; a forked process has no such thread. A signal handler may call it
+        where its own thread holds the lock: the wait is then for Python's exit, as the engine's
+        thread may need the lock to end.
         """
         if not self._home.is_here:
             return
@@ -100,15 +102,23 @@ class EngineThread:
         try:
             self._changed.notify()
         except RuntimeError:  # the calling thread does not hold the lock
-            join(self._thread)
+            self._join()
         else:
-            atexit.register(join, self._thread)
+            atexit.register(self._join)
+
+    def _join(self) -> None:
+        if self._thread is not threading.current_thread():
+            self._thread.join(PATIENCE_S)
+            if self._thread.is_alive():
+                self._abort_ranks()
+        join(self._thread)
 
     def _refuse(self, cause: BaseException | None) -> None:
         with self._changed:
             if isinstance(cause, EngineClosedError):  # it speaks of the LLM, which nobody else has
                 cause = cause.__cause__
-            self._cause = self._cause or cause
+            if not self._is_closed:  # what fails later does so because of that
+                self._cause = cause
             self._is_closed = True
             self._changed.notify()
 
@@ -167,7 +177,8 @@ class EngineThread:
         except BaseException as error:
             ready.set_exception(error)
             return
-        ready.set_result((llm.plan, llm.llm_engine.inputs))
+        engine = llm.llm_engine
+        ready.set_result((llm.plan, engine.inputs, engine.abort_ranks))
         try:
             self._serve(llm)
         except BaseException as error:

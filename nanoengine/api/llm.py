@@ -70,7 +70,7 @@ class LLM:
         logger.info("%s", engine.plan)
         self.llm_engine = engine
         calls = engine.check_open, engine.abort, engine.close, lambda: engine.kv.blocks.is_whole
-        self._turns = Turns(*calls)
+        self._turns = Turns(*calls, engine.abort_ranks)
         # Runs also when this object is collected and when Python exits: a thread that ends inside
         # PyTorch aborts the process.
         weakref.finalize(self, self._turns.close)
@@ -318,7 +318,8 @@ class LLM:
 
     def close(self) -> None:
         """Free weights and KV; closing twice is fine. A call under way in another thread ends after
-        its step with EngineClosedError. In a forked process this does nothing.
+        its step with EngineClosedError, and so does one whose step waits for a rank that has
+        stopped. In a forked process this does nothing.
         """
         self._turns.close()
 

@@ -19,6 +19,7 @@ from nanoengine.devices.home_process import HomeProcess
 from nanoengine.errors import EngineClosedError, EngineError
 
 Result = TypeVar("Result")
+PATIENCE_S = 5.0  # of who closes, with the step of another thread
 
 
 class Turns:
@@ -30,15 +31,18 @@ class Turns:
         abort: Callable[[list[int]], object],
         close: Callable[[], None],
         is_whole: Callable[[], bool] = lambda: True,
+        break_step: Callable[[], None] = lambda: None,
     ) -> None:
         """check_open: raises unless the engine can be used. abort: ends the requests with these
         ids. close: frees the engine; closing twice is fine. is_whole: whether nothing is half done
-        that must be done at once; a turn that ends otherwise closes the engine.
+        that must be done at once; a turn that ends otherwise closes the engine. break_step: ends a
+        step of another thread that waits for what may never come.
         """
         self._check_open = check_open
         self._abort = abort
         self._close = close
         self.is_whole = is_whole
+        self._break_step = break_step
         self._failure: BaseException | None = None
         self._home = HomeProcess()
         self._lock = threading.RLock()  # a signal handler may close where its thread holds the lock
@@ -54,18 +58,25 @@ class Turns:
         self._catch_up()
 
     def close(self) -> None:
-        """Free the engine after the current step. A call from inside a step, by a signal handler or
-        a finalizer, frees it at the end of the turn; one while abandoned requests are ended, after
-        that. In a fork it does nothing: a thread that was using the engine does not exist there and
-        never ends its turn.
+        """Free the engine after the current step, which is broken after PATIENCE_S. A call from
+        inside a step, by a signal handler or a finalizer, frees it at the end of the turn; one
+        while abandoned requests are ended, after that. In a fork it does nothing: a thread that was
+        using the engine does not exist there and never ends its turn.
         """
         if not self._home.is_here:
             return
         self._is_closing = True
         owner = threading.get_ident()
         if self._owner != owner:
+            self._await_the_step()
             with self._lock:
                 self._let_go(owner)
+
+    def _await_the_step(self) -> None:
+        if self._lock.acquire(timeout=PATIENCE_S):
+            self._lock.release()
+        else:
+            self._break_step()
 
     def begin(self) -> None:
         """Begin the calling thread's turn. Raises EngineClosedError, ForkedProcessError, or
@@ -186,7 +197,7 @@ class Turn:
 
     def run(self, step: Callable[[], Result]) -> Result:
         """Run one engine step. Raises before it KeyboardInterrupt if Ctrl-C came since the turn
-        began, or EngineClosedError if another thread closes the engine.
+        began, and EngineClosedError if another thread closes the engine.
         """
         if self._num_held:
             raise KeyboardInterrupt
@@ -194,6 +205,9 @@ class Turn:
         self._may_break = True
         try:
             return step()
+        except EngineError:
+            self._turns.check()  # who closes the engine may have broken the step
+            raise
         finally:
             self._may_break = False
 

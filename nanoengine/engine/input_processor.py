@@ -38,7 +38,7 @@ class InputProcessor:
         self._tokenizer = parts.tokenizer
         self._folder = parts.folder
         self.default_params = parts.default_params  # of requests without parameters
-        self._ids = count()
+        self.next_id = count().__next__  # of a new sequence
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -61,10 +61,6 @@ class InputProcessor:
 
         config = self._model_config
         return grammar.Grammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
-
-    def next_id(self) -> int:
-        """The id of a new sequence."""
-        return next(self._ids)
 
     def sequences(
         self,
@@ -111,13 +107,9 @@ class InputProcessor:
         return self._checked_ids(self.tokenizer.encode_within(limit, text) if text else [])
 
     def _sequence(
-        self,
-        request: Request,
-        token_ids: list[int],
-        is_streamed: bool,
-        prompt_owner: Sequence | None,
+        self, request: Request, token_ids: list[int], is_streamed: bool, owner: Sequence | None
     ) -> Sequence:
-        """The sequence of one completion. prompt_owner: that of the first one."""
+        """The sequence of one completion. owner: that of the first one, which owns the prompt."""
         seq_id, params, config = self.next_id(), request.params, self._config
         counts = config.num_guesses, config.num_drafts, config.num_mtp
         can_go_back = counts != (0, 0, 0) or not self._model_config.recurrent_layers
@@ -130,12 +122,12 @@ class InputProcessor:
             num_prompt_tokens=len(token_ids),
             request=replace(request, seed=seed),
             metrics=RequestMetrics(time.perf_counter()),
-            prompt_owner=prompt_owner,
+            prompt_owner=owner,
             may_guess=may_guess,
             guesser=PromptLookup() if guesses else None,
             draft_length=PayingDrafts(drafts, self._drafts) if drafts else None,
             mtp_length=PayingDrafts(mtp, self._drafts) if mtp else None,
-            history=_history(token_ids, prompt_owner) if params.penalizes else None,
+            history=_history(token_ids, owner) if params.penalizes else None,
             grammar=self.grammars.state_for(params, token_ids) if params.is_held else None,
             output=SequenceOutput(text_stream=self._text_stream(params, is_streamed)),
         )

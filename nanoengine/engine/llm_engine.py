@@ -52,6 +52,7 @@ class LLMEngine:
         with ExitStack() as started:  # if start-up fails or is interrupted, no thread is left
             ranks = start_ranks(self.config)
             started.callback(ranks.close)
+            self.abort_ranks = ranks.abort
             self.device: Device = make_engine_device(ranks.config)
             started.callback(self.device.close_streams)
             self._make_parts(ranks, started)

@@ -38,6 +38,10 @@ class Ranks(Protocol):
         """GB/s from host memory to the ring of each rank, measured at once; memory: this one's."""
         ...
 
+    def abort(self) -> None:
+        """End a step that waits for another rank, and with it the group; from any thread."""
+        ...
+
     def close(self) -> None:
         """End the other processes."""
         ...
@@ -64,6 +68,9 @@ class OneRank:
 
     def link_speeds(self, memory: KVMemory) -> list[float]:
         return [measure_copy(memory)]
+
+    def abort(self) -> None:
+        """No step waits for another rank."""
 
     def close(self) -> None:
         """There is no other process."""

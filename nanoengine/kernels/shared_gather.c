@@ -33,7 +33,7 @@
 #endif
 enum { SPIN_NS = 5000 };
 enum { LINE = 128 }; /* bytes: CPUs fetch lines of 64 bytes in pairs */
-enum { DONE, ABORTED, LATE, DIFFERENT };
+enum { DONE, ABORTED, NOT_YET, DIFFERENT };
 
 typedef struct {
     _Alignas(LINE) _Atomic uint32_t published; /* pieces, modulo 2^32 */
@@ -50,13 +50,15 @@ typedef struct {
     region_t *region;
     char *slots;
     int64_t rank, size, bytes;
+    int64_t passed; /* pieces of a call that has waited and has not ended */
+    int is_given;   /* whether this rank has published its part of the next one */
 } group_t;
 
 typedef struct { /* one call, filled by shared_memory_group.py; strides and widths in bytes */
     group_t *group;
     const char *part; /* this rank's columns */
     char *out;        /* all columns; NULL: this rank reads nothing */
-    int64_t part_stride, out_stride, rows, timeout_ns;
+    int64_t part_stride, out_stride, rows, patience_ns;
     int64_t widths[]; /* [size] */
 } call_t;
 
@@ -84,7 +86,7 @@ group_t *open_group(int fd, int64_t rank, int64_t size) {
         free(group);
         return NULL;
     }
-    *group = (group_t){memory, (char *)memory + flags_bytes(size), rank, size, bytes};
+    *group = (group_t){memory, (char *)memory + flags_bytes(size), rank, size, bytes, 0, 0};
     memset(group->slots + rank * 2 * PIECE, 0, 2 * PIECE); /* who writes to a page first has it near */
     return group;
 }
@@ -136,7 +138,7 @@ static int is_over(group_t *group, flags_t *flags, uint32_t pieces) {
            atomic_load(&group->region->is_aborted);
 }
 
-static int wait_for(group_t *group, int64_t rank, uint32_t pieces, int64_t timeout_ns) {
+static int wait_for(group_t *group, int64_t rank, uint32_t pieces, int64_t patience_ns) {
     flags_t *flags = &group->region->ranks[rank];
     if (!is_over(group, flags, pieces)) {
         const int64_t begin = now_ns();
@@ -147,16 +149,16 @@ static int wait_for(group_t *group, int64_t rank, uint32_t pieces, int64_t timeo
             waited = now_ns() - begin;
         }
         atomic_fetch_add(&flags->sleepers, 1);
-        while (waited < timeout_ns) {
+        while (waited < patience_ns) {
             const uint32_t seen = atomic_load(&flags->published);
             if (is_over(group, flags, pieces)) break;
-            sleep_on(&flags->published, seen, timeout_ns - waited);
+            sleep_on(&flags->published, seen, patience_ns - waited);
             waited = now_ns() - begin;
         }
         atomic_fetch_sub(&flags->sleepers, 1);
     }
     if (atomic_load(&group->region->is_aborted)) return ABORTED;
-    return is_over(group, flags, pieces) ? DONE : LATE;
+    return is_over(group, flags, pieces) ? DONE : NOT_YET;
 }
 
 /* ---- the gather ------------------------------------------------------------------------------- */
@@ -181,18 +183,20 @@ static int64_t pass_piece(const call_t *c, uint64_t shape, int64_t row, int64_t 
     group_t *group = c->group;
     const int64_t size = group->size, me = group->rank;
     flags_t *mine = &group->region->ranks[me];
-    const uint32_t piece = atomic_load(&mine->published);
+    const uint32_t piece = atomic_load(&mine->published) - (uint32_t)group->is_given;
     char *slots = group->slots + (piece % 2) * PIECE;
-    int status;
-    for (int64_t q = 0; q < size; q++)
-        if ((status = wait_for(group, q, piece, c->timeout_ns))) return status | q << 8;
-
     const char *part = c->part + row * c->part_stride + column;
     const int64_t width = max64(min64(c->widths[me] - column, most), 0);
-    if (width) copy_rows(slots + me * 2 * PIECE, width, part, c->part_stride, rows, width);
-    mine->shapes[piece % 2] = shape;
-    atomic_store(&mine->published, piece + 1);
-    wake(mine);
+    int status;
+    if (!group->is_given) {
+        for (int64_t q = 0; q < size; q++)
+            if ((status = wait_for(group, q, piece, c->patience_ns))) return status | q << 8;
+        if (width) copy_rows(slots + me * 2 * PIECE, width, part, c->part_stride, rows, width);
+        mine->shapes[piece % 2] = shape;
+        atomic_store(&mine->published, piece + 1);
+        wake(mine);
+        group->is_given = 1;
+    }
     if (!c->out) return DONE;
 
     char *out = c->out + row * c->out_stride + column;
@@ -202,23 +206,31 @@ static int64_t pass_piece(const call_t *c, uint64_t shape, int64_t row, int64_t 
             if (width) copy_rows(out, c->out_stride, part, c->part_stride, rows, width);
             continue;
         }
-        if ((status = wait_for(group, q, piece + 1, c->timeout_ns))) return status | q << 8;
+        if ((status = wait_for(group, q, piece + 1, c->patience_ns))) return status | q << 8;
         if (group->region->ranks[q].shapes[piece % 2] != shape) return DIFFERENT | q << 8;
         if (theirs) copy_rows(out, c->out_stride, slots + q * 2 * PIECE, theirs, rows, theirs);
     }
     return DONE;
 }
 
-/* DONE; else why not, and in the bits from 8 on the rank that was waited for. */
+/* DONE; else why not, and in the bits from 8 on the rank that was waited for. After NOT_YET, which is
+ * said when a rank is waited for longer than `patience_ns`, the same call goes on where it was. */
 int64_t gather(const call_t *c) {
-    int64_t widest = 0, status = DONE;
-    for (int64_t q = 0; q < c->group->size; q++) widest = max64(widest, c->widths[q]);
+    group_t *group = c->group;
+    int64_t widest = 0, piece = 0;
+    for (int64_t q = 0; q < group->size; q++) widest = max64(widest, c->widths[q]);
     if (widest == 0) return DONE;
+    if (atomic_load(&group->region->is_aborted)) return ABORTED; /* perhaps in the middle of a call */
     const uint64_t shape = shape_of(c);
     const int64_t rows = max64(PIECE / widest, 1), columns = min64(widest, PIECE);
     for (int64_t row = 0; row < c->rows; row += rows)
-        for (int64_t column = 0; column < widest; column += columns)
-            if ((status = pass_piece(c, shape, row, min64(rows, c->rows - row), column, columns)))
-                return status;
-    return status;
+        for (int64_t column = 0; column < widest; column += columns) {
+            if (piece++ < group->passed) continue;
+            const int64_t count = min64(rows, c->rows - row);
+            const int64_t status = pass_piece(c, shape, row, count, column, columns);
+            if (status) return status;
+            group->passed++, group->is_given = 0;
+        }
+    group->passed = 0;
+    return DONE;
 }

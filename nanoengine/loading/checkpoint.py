@@ -26,6 +26,7 @@ from nanoengine.errors import (
 )
 from nanoengine.loading.mxfp4 import GROUP, mxfp4_rows, unpack_mxfp4
 from nanoengine.loading.refused import about_file, about_folder
+from nanoengine.loading.steady_file import SteadyFile
 from nanoengine.loading.wrappers import text_names
 from nanoengine.models.architecture import MTP_JOIN
 from nanoengine.models.architectures import ARCHITECTURES
@@ -103,6 +104,7 @@ class CheckpointReader:
         self.folder = folder
         self.others: set[str] = set()
         self._files: dict[str, Any] = {}
+        self._steady: dict[str, SteadyFile] = {}
         self._file_of: dict[str, str] = {}
         self._parts: dict[str, Part] = {}
         self._formats: dict[str, str] = {}
@@ -124,6 +126,7 @@ class CheckpointReader:
             raise CorruptModelError(
                 f"{self.folder}: {file_name[:MAX_REASON]} is missing, but the index names it"
             )
+        self._steady[file_name] = SteadyFile(self.folder / file_name)
         for name in self._map(file_name):
             if name in self._file_of:
                 raise CorruptModelError(
@@ -220,15 +223,19 @@ class CheckpointReader:
         return sum(self._whole(name).nbytes for name in {*chain(*pairs)} - {""})
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor, on the CPU and in its stored dtype, mapped from the file."""
+        """The tensor, on the CPU and in its stored dtype, mapped from the file. Raises
+        CorruptModelError if that was changed since it was opened.
+        """
         tensor, *scales = self._stored(name)
         return unpack_mxfp4(tensor, *scales) if scales else tensor
 
     def _stored(self, name: str) -> list[torch.Tensor]:
         """A tensor as it is in the file, and its scales in MXFP4."""
         self.dtype(name)
-        self._remap()
         part = self._parts[name]
+        for file_name in {self._file_of[each] for each in (part.stored, part.scales) if each}:
+            self._steady[file_name].check()
+        self._remap()
         found = [self._read(part, stored) for stored in (part.stored, part.scales) if stored]
         self._num_read += sum(tensor.nbytes for tensor in found)
         return found

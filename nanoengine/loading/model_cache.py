@@ -33,6 +33,7 @@ from nanoengine.devices.cache_folders import (
     disk_bytes,
     replace_file,
 )
+from nanoengine.devices.logs import LONG_WORK
 from nanoengine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -366,7 +367,13 @@ def _lock(path: Path, waits: bool = True, is_shared: bool = False) -> Iterator[b
     with ExitStack() as opened:
         try:
             file = opened.enter_context(path.open("a"))
-            fcntl.flock(file, how if waits else how | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(file, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not waits:
+                    raise
+                logger.info("waiting for another process, which has %s", path, extra=LONG_WORK)
+                fcntl.flock(file, how)
         except OSError as error:  # some network file systems have no locks
             if waits:
                 logger.info("no lock on %s: %s", path, error)

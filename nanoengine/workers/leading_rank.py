@@ -142,6 +142,9 @@ class LeadingRank:
         for group in self._joined:
             group.check(waited_s)
 
+    def abort(self) -> None:
+        _abort(self._joined)
+
     def close(self) -> None:
         self._processes.close()
         self._forget_steps()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import math
 import os
 import struct
 import threading
@@ -24,9 +25,12 @@ from nanoengine.workers.group import check_part, check_whole
 SOURCE = Path(c_build.__file__).with_name("shared_gather.c")
 # One field per member of call_t in shared_gather.c, in that order; then the widths.
 _CALL = "=3Q4q{}q"
+# How long a call waits in C, which hears no signal, before Python may look up.
+PATIENCE_S = 0.1
+_NOT_YET = 2
 _ENDINGS = {
     1: "it was aborted, or another rank has failed",
-    2: "rank {0} did not come within {1:g} s",
+    _NOT_YET: "rank {0} did not come within {1:g} s",
     3: "rank {0} gives rows of another shape than rank {2}",
 }
 
@@ -119,7 +123,7 @@ class SharedMemoryGroup:
             part.stride(0) * item,
             0 if out is None else out.stride(0) * item,
             part.shape[0],
-            int(self._timeout_s * 1e9),
+            int(PATIENCE_S * 1e9),
             *(width * item for width in widths),
         )
         self.tape.call(self._gather, (call,), part, out)
@@ -128,11 +132,25 @@ class SharedMemoryGroup:
         with self._calling:
             if self._handle is None:
                 raise EngineError("the group of ranks was closed")
-            status = self._library.gather(call)
+            try:
+                status = self._library.gather(call)
+                if status & 0xFF == _NOT_YET:
+                    status = self._go_on(call, status)
+            except BaseException:  # half of the call was made, and cannot be taken back
+                self.abort()
+                raise
         if status:
             self.abort()
             why = _ENDINGS[status & 0xFF].format(status >> 8, self._timeout_s, self.rank)
             raise EngineError(f"the group of ranks has ended: {why}")
+
+    def _go_on(self, call: bytes, status: int) -> int:
+        """Wait on. Waits are counted, since a clock goes on while this process is stopped."""
+        for _ in range(math.ceil(self._timeout_s / PATIENCE_S) - 1):
+            status = self._library.gather(call)
+            if status & 0xFF != _NOT_YET:
+                break
+        return status
 
 
 def _load(folder: Path | None) -> ctypes.CDLL:

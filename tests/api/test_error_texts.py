@@ -7,7 +7,9 @@ mistakes that was graded once; those that are no mistakes any more are in test_h
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import gguf
 import pytest
 
 from nanoengine import LLM, EngineError, SamplingParams
+from nanoengine.loading.checkpoint import CheckpointReader
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 SETTINGS: dict[str, Any] = {"dtype": "float32", "kvcache_block_size": 8, "num_gpu_blocks": 40}
@@ -51,6 +54,14 @@ class Bench:
         writer.write_kv_data_to_file()
         writer.close()
         return path
+
+    def changing_checkpoint(self) -> None:
+        """A file that another program cuts while it is read."""
+        path = self.folder("changing") / "model.safetensors"
+        shutil.copyfile(self.model / path.name, path)
+        with CheckpointReader(path.parent) as reader:
+            os.truncate(path, 1000)
+            reader.tensor(min(reader.names()))
 
     def loaded(self, **settings: Any) -> None:
         """Load the model with these settings."""
@@ -261,6 +272,10 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     "35 part of a GGUF": (
         lambda b: LLM(b.part_of_a_gguf()),
         ("part 1 of 2", "part 2 is not beside it: get m-00002-of-00002.gguf"),
+    ),
+    "36 a file that changes": (
+        Bench.changing_checkpoint,
+        ("model.safetensors was changed while it was loaded (from", "to 1000 bytes"),
     ),
 }
 HQQ = {"quant_method": "hqq"}

@@ -25,6 +25,7 @@ from nanoengine.context import ReplayKey
 from nanoengine.errors import EngineError
 from nanoengine.kernels import c_build
 from nanoengine.kernels.call_tape import CallTape
+from nanoengine.workers import shared_memory_group
 from nanoengine.workers.gloo_group import GlooGroup
 from nanoengine.workers.group import DTYPES, Group
 from nanoengine.workers.shared_memory_group import SharedMemoryGroup, make_region
@@ -220,6 +221,7 @@ def test_ten_thousand_small_gathers_lose_no_wake_up(
     """Here ranks sleep whenever they wait, and a rank that is not woken sleeps until it is late."""
     flags = ("-DPIECE=64", "-DYIELD_NS=0", "-DSLEEP_NS=100000000000")
     monkeypatch.setattr(c_build, "CFLAGS", (*c_build.CFLAGS, *flags))
+    monkeypatch.setattr(shared_memory_group, "PATIENCE_S", PATIENCE_S)
 
     def run(group: Group) -> None:
         for i in range(10_000):

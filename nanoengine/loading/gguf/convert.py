@@ -12,7 +12,7 @@ import logging
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
@@ -27,10 +27,12 @@ from nanoengine.config.engine import GIB
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.checkpoint import DTYPES
 from nanoengine.loading.gguf.metadata import Metadata
+from nanoengine.loading.gguf.parts import names_beside
 from nanoengine.loading.gguf.reader import open_gguf
 from nanoengine.loading.gguf.settings import check_supported, model_config
 from nanoengine.loading.gguf.tensors import TILED, GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
+from nanoengine.loading.steady_file import SteadyFile
 from nanoengine.models.families import OUT_IS_TILED
 from nanoengine.models.stored_codes import CODES_KEY, OF_GGUF, TAKEN_APART
 
@@ -48,9 +50,10 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json and
     model.safetensors (bfloat16; codes are uint8 [rows, bytes of a row], and CODES_KEY of its
     metadata is JSON with the format of each). At most 16 MiB of float32 are held at a time.
-    Raises CorruptModelError for a damaged file, UnsupportedModelError for what cannot be
-    represented, ModelNotFoundError for a part of a split file that is not beside it.
+    Raises CorruptModelError for a file that is damaged or changes, UnsupportedModelError for what
+    cannot be represented, ModelNotFoundError for a part of a split file that is not beside it.
     """
+    files = [SteadyFile(path) for path in (source, *filter(Path.is_file, names_beside(source)))]
     metadata, stored = _described(source, reads_vocabulary=True)
     _check_types(source, stored)
     config = model_config(metadata, stored)
@@ -66,7 +69,7 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     eos_ids = write_tokenizer(metadata, target, config["vocab_size"])
     _write_json(target / "config.json", config | {"eos_token_id": eos_ids[0] if eos_ids else None})
     _write_json(target / "generation_config.json", {"eos_token_id": eos_ids})
-    _write_safetensors(target / "model.safetensors", tensors)
+    _write_safetensors(target / "model.safetensors", tensors, files)
     return f"{kind} GGUF, {'codes as stored' if stays else 'dequantised to bfloat16'}"
 
 
@@ -145,9 +148,10 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_safetensors(path: Path, tensors: list[GgufTensor]) -> None:
-    """The format: uint64 header length, JSON header padded to 8 bytes, then the tensors end to
-    end."""
+def _write_safetensors(path: Path, tensors: list[GgufTensor], files: Sequence[SteadyFile]) -> None:
+    """The format: uint64 header length, JSON header padded to 8 bytes, then the tensors end to end.
+    files: where the tensors are read.
+    """
     formats = {tensor.name: tensor.code_format for tensor in tensors if tensor.code_format}
     about = {CODES_KEY: json.dumps(formats)} if formats else {}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | about}
@@ -164,7 +168,14 @@ def _write_safetensors(path: Path, tensors: list[GgufTensor]) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for tensor in tensors:
+            _check_all(files)
             _write_tensor(file, tensor)
+        _check_all(files)
+
+
+def _check_all(files: Sequence[SteadyFile]) -> None:
+    for file in files:
+        file.check()
 
 
 def _write_tensor(file: BinaryIO, tensor: GgufTensor) -> None:
