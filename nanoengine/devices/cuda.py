@@ -56,9 +56,7 @@ class CudaDevice(GpuDevice):
         return free, total
 
     def begin_step(self) -> None:
-        """Triton launches on the current GPU: another thread has its own, another engine may have
-        changed it.
-        """
+        """Triton launches on the current GPU, which another thread or engine may have changed."""
         torch.cuda.set_device(self.torch_device)
 
 

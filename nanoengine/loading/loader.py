@@ -34,7 +34,6 @@ from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.latent import held_share
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.make_codes import ENDS, becomes_codes, make_codes
-from nanoengine.models.mtp import MtpHead
 from nanoengine.models.shard import WHOLE, Shard, Sharding
 from nanoengine.models.stored_codes import NEVER_CODES, TAKEN_APART, CodedWeight, Weight
 from nanoengine.models.weight_shapes import in_float, weight_shapes
@@ -49,8 +48,7 @@ class LoadedModel:
     """A decoder in memory. `source` describes its weights for the plan.
 
     config: of the model. part: of this process's part of it, see Shard. weight_bytes: that it
-    holds. codes: how many of its
-    tensors are codes, by format. mtp: its head for multi-token prediction, if that was asked for.
+    holds. codes: how many of its tensors are codes, by format.
     """
 
     config: ModelConfig
@@ -59,7 +57,6 @@ class LoadedModel:
     source: str
     weight_bytes: int
     codes: Mapping[str, int] = field(default_factory=dict)
-    mtp: MtpHead | None = None
 
 
 def load_model(
@@ -99,7 +96,7 @@ def load_model(
         dummy = DummyWeights(config, shard, device, dtype, seed)
         decoder = Decoder(part, lambda name: made.weight(name, dummy.part(name)), device, ops)
         held = made.num_bytes - ops.saved_bytes
-        return LoadedModel(config, part, decoder, "random weights", held, made.codes, decoder.mtp)
+        return LoadedModel(config, part, decoder, "random weights", held, made.codes)
     is_wrapped = bool(config.wrapper)
     with _open(folder, is_wrapped) as reader:
         rename_tensors(config, reader)
@@ -121,7 +118,7 @@ def load_model(
     if is_wrapped:
         origin = f"{origin}; {about_others(config.wrapper, reader.others)}"
     held = made.num_bytes - ops.saved_bytes
-    return LoadedModel(config, part, decoder, origin, held, made.codes, decoder.mtp)
+    return LoadedModel(config, part, decoder, origin, held, made.codes)
 
 
 class _FinalWeights:

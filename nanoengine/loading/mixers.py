@@ -57,9 +57,7 @@ def read_pattern(content: CheckedJson) -> list[str]:
 
 
 def read_mixers(content: CheckedJson, num_layers: int) -> list[str]:
-    """The same of Granite 4: each mixer has experts behind it, or each a feed-forward. Raises
-    UnsupportedModelError.
-    """
+    """The same of Granite 4, with experts behind all or none. Raises UnsupportedModelError."""
     listed = content.get("layer_types") or content.get("layers_block_type")
     names = listed if isinstance(listed, list) else []
     kinds = [_KINDS.get(name, "?") if isinstance(name, str) else "?" for name in names]

@@ -11,9 +11,10 @@ from torch import Tensor
 from nanoengine.config.model import AnyRecurrent, ModelConfig, RecurrentConfig, ShortConvConfig
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.delta_net import KimiNet, flat_projections
-from nanoengine.models.layer_ops import LayerOps, Product, Tiles
+from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.layers import KimiLayer, MixerBeside, RecurrentLayer
 from nanoengine.models.mamba import flat_rows
+from nanoengine.models.products import Product, Tiles
 from nanoengine.models.rules import RecurrentNet, make_net
 from nanoengine.models.stored_codes import Weight, in_order, joined, numbers_of
 

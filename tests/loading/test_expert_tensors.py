@@ -22,7 +22,8 @@ from nanoengine.loading.model_config import read_model_config
 from nanoengine.models import layer_builder
 from nanoengine.models.expert_layer import make_mixture
 from nanoengine.models.experts import MixtureWeights
-from nanoengine.models.layer_ops import LayerOps, Product, TorchOps
+from nanoengine.models.layer_ops import LayerOps, TorchOps
+from nanoengine.models.products import Product
 from nanoengine.models.weight_shapes import weight_shapes
 
 Tiny = Callable[[str], Path]
