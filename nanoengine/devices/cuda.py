@@ -51,7 +51,6 @@ class CudaDevice(GpuDevice):
         return torch.float16, "the GPU has no native bfloat16 arithmetic"
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the GPU."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return free, total
 

@@ -90,7 +90,7 @@ def kimi_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[str, 
 
     In transformers 5 one tensor has the three convolutions, and a part of the layer its decays.
     """
-    if not ARCHITECTURES[model.architecture].kimi:
+    if ARCHITECTURES[model.architecture].hybrid != "kimi":
         return
     for name in names:
         match = re.fullmatch(r"(model\.layers\.(\d+)\.)(self_attn|block_sparse_moe)\.(.+)", name)

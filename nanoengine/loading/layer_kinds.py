@@ -23,7 +23,7 @@ def layer_windows(
     """
     rule = ARCHITECTURES[architecture].windows
     row = ARCHITECTURES[architecture]
-    if row.recurrent or row.mixers or row.both_mixers or row.short_convs:
+    if row.hybrid not in ("", "apart"):
         return ()
     if rule == "pattern":
         return _windows_by_pattern(settings, num_layers, where)

@@ -43,6 +43,7 @@ HYBRID_ROW: dict[str, Any] = {
     "norm_offset": 1.0,
     "qk_norm": "head",
     "output_gate": True,
+    "hybrid": "delta",
     "mtp": "mtp",
     "reads": HYBRID_READS,
     "requires": HYBRID_REQUIRES,
@@ -57,7 +58,7 @@ LFM2: dict[str, Any] = {
     "norms": NormNames(before_attention="operator_norm", before_mlp="ffn_norm"),
     "qk_norm": "head",
     "norms_of_heads": ("q_layernorm", "k_layernorm"),
-    "short_convs": True,
+    "hybrid": "convs",
 }
 LFM2_DEFAULTS: dict[str, Any] = {
     "vocab_size": 65536,
@@ -76,7 +77,7 @@ HYBRIDS = {
         # A list of multipliers is read if there is one.
         "Falcon-H1 (0.5B to 34B, also H1R)",
         norms=NormNames(before_mlp="pre_ff_layernorm"),
-        both_mixers=True,
+        hybrid="beside",
         reads=("embedding_multiplier", "lm_head_multiplier"),
         requires={
             "hidden_act": (None, "silu", "swish"),
@@ -99,7 +100,7 @@ HYBRIDS = {
     ),
     "GraniteMoeHybridForCausalLM": Architecture(
         "Granite 4.0 (Micro, H Micro, H Tiny, H Small)",
-        mixers=True,
+        hybrid="mixers",
         reads=GRANITE_MULTIPLIERS,
         experts=GRANITE_EXPERTS,
         requires={
@@ -123,8 +124,8 @@ HYBRIDS = {
     "KimiLinearForCausalLM": Architecture(
         "Kimi Linear (48B-A3B)",
         latent=True,
-        kimi=True,
-        recurrent=("q", "k", "v", "b", "f_a", "g_a"),
+        hybrid="kimi",
+        projections=("q", "k", "v", "b", "f_a", "g_a"),
         experts=replace(SCORES_BY_SIGMOID, block="block_sparse_moe", parts=("w1", "w3", "w2")),
         requires=LATENT_REQUIRES
         | {"mla_use_nope": (None, True), "moe_router_activation_func": (None, "sigmoid")},
@@ -186,7 +187,7 @@ HYBRIDS = {
         norm_offset=0.0,
         activation="relu2",
         is_gated=False,
-        pattern=True,
+        hybrid="apart",
         experts=ExpertNames(
             scoring="sigmoid",
             has_choice_bias=True,
@@ -233,7 +234,7 @@ HYBRIDS = {
     "Qwen3NextForCausalLM": Architecture(
         "Qwen3-Next (80B-A3B, Coder)",
         **HYBRID_ROW,
-        recurrent=("qkvz", "ba"),
+        projections=("qkvz", "ba"),
         experts=ExpertNames(
             shared="shared_expert",
             shared_size="shared_expert_intermediate_size",
@@ -251,13 +252,13 @@ HYBRIDS = {
     "Qwen3_5ForCausalLM": Architecture(
         "Qwen 3.5 and 3.6 (dense, 0.8B to 27B)",
         **HYBRID_ROW,
-        recurrent=("qkv", "z", "b", "a"),
+        projections=("qkv", "z", "b", "a"),
         defaults={**HYBRID, "num_key_value_heads": 4},
     ),
     "Qwen3_5MoeForCausalLM": Architecture(
         "Qwen 3.5 and 3.6 with experts (35B-A3B to 397B-A17B)",
         **HYBRID_ROW,
-        recurrent=("qkv", "z", "b", "a"),
+        projections=("qkv", "z", "b", "a"),
         experts=ExpertNames(
             renormalises=True,
             shared="shared_expert",

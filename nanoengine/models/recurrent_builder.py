@@ -54,7 +54,7 @@ def make_recurrent(
         bias = bias[flat_rows(torch.arange(len(bias)), shape).to(bias.device)]
     out_bias = bias_of(config, source, "", "out") if shape.has_out_bias else None
     out = ops.summand(source("out_proj.weight"), out_bias, tiles)
-    names = ARCHITECTURES[config.architecture].recurrent
+    names = ARCHITECTURES[config.architecture].projections
     return Projection(_projections(shape, names, source), bias), rule, out
 
 

@@ -153,18 +153,7 @@ def load_compute_parts(
     ops = ops or choose_ops(config, device, kernels, dtype)
     if method == "gguf" and config.load_format != "dummy" and not holds_codes(folder):
         raise no_codes(method)
-    model = load_model(
-        folder,
-        config.load_format,
-        device.torch_device,
-        dtype,
-        config.seed,
-        ops,
-        config.max_model_len,
-        sharding,
-        method,
-        has_mtp=config.num_mtp > 0,
-    )
+    model = load_model(folder, config, device.torch_device, dtype, ops, sharding)
     if method in ("int8", "gguf") and not model.codes:
         raise no_codes(method)
     if config.activation_dtype and not INTEGER_FORMATS.intersection(model.codes):
