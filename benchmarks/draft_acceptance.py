@@ -35,6 +35,7 @@ from benchmarks.cut_attention import (
     Selector,
 )
 from nanoengine.bench.niah import NiahBuilder, PromptFormat
+from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.speculative import PromptLookup
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.loader import load_model
@@ -262,7 +263,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure the works one after the other; the file is written after each."""
     folder = resolve_model(args.model)
     tokenizer = Tokenizer.from_folder(folder)
-    loaded = load_model(folder, "auto", torch.device("cpu"), torch.float32, 0, TorchOps())
+    loaded = load_model(
+        folder, EngineConfig(str(folder)), torch.device("cpu"), torch.float32, TorchOps()
+    )
     assert isinstance(loaded.decoder, Decoder)
     model = CutDecoder(loaded.config, loaded.decoder, args.context, BATCH)
     result: dict[str, Any] = {

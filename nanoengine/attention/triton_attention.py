@@ -73,6 +73,18 @@ class _Buffers:
     states: SoftmaxState | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What a layer computes, and where its results go. window: 0: there is none."""
+
+    q: Tensor
+    ctx: ForwardContext
+    sinks: Tensor | None
+    window: int
+    kept: Kept
+    out: Tensor
+
+
 class TritonAttention:
     """Runs the kernels of triton_attention_kernels.py over the chunks of a layer."""
 
@@ -86,9 +98,7 @@ class TritonAttention:
         device: torch.device,
         checked_rows: int = 1,
     ) -> None:
-        """checked_rows: most queries with which a sequence checks guesses; with fewer of them the
-        same kernel runs.
-        """
+        """checked_rows: most queries that check guesses; with fewer the same kernel runs."""
         self._config = config
         self._checked_rows = checked_rows
         self.name = f"Triton {triton.__version__}"
@@ -108,7 +118,6 @@ class TritonAttention:
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         window = self._config.window(layer) or 0
-        buffers = _Buffers()
         for number, chunk in enumerate(ctx.kv.read(layer)):
             if not number:
                 # A pass may run between two layers of another.
@@ -116,22 +125,21 @@ class TritonAttention:
                     self._step, self._tiles, self._buffers = ctx.query_start, {}, {}
                     self._kept = self._make_kept(q, chunk.k.shape[1], ctx)
                 buffers = self._buffers_of(q, chunk, ctx)
-            kept = (None, None) if window else self._kept
+                kept = (None, None) if window else self._kept
+                this = _Layer(q, ctx, sinks, window, kept, out)
             tiles = self._tiles_of(chunk, ctx.lengths, q)
             if tiles is not None:
-                self._run_prefill(q, chunk, ctx, buffers, tiles, out, window, kept, sinks)
+                self._run_prefill(this, chunk, buffers, tiles)
             if buffers.parts is not None:
-                self._run_decode(q, chunk, ctx, buffers.parts, window, kept)
+                self._run_decode(this, chunk, buffers.parts)
         if buffers.parts is not None:
-            self._run_merge(ctx, buffers.parts, out, window, kept, sinks)
+            self._run_merge(this, buffers.parts)
         if kept[0] is not None:
             self._add_mass(ctx, chunk.k.shape[1], kept)
         return out
 
     def _buffers_of(self, q: Tensor, chunk: KVChunk, ctx: ForwardContext) -> _Buffers:
-        """Those of a step for layers of this shape. Each step allocates them, so that its graph
-        holds the allocation.
-        """
+        """Of layers of this shape. Each step allocates them, so that its graph holds that."""
         shape = *q.shape[1:], chunk.k.shape[2]
         if shape in self._buffers:
             return self._buffers[shape]
@@ -201,19 +209,8 @@ class TritonAttention:
             self._tiles[key] = chunk.spans, tiles
         return self._tiles[key][1]
 
-    def _run_prefill(
-        self,
-        q: Tensor,
-        chunk: KVChunk,
-        ctx: ForwardContext,
-        buffers: _Buffers,
-        tiles: Tensor,
-        out: Tensor,
-        window: int,
-        kept: Kept,
-        sinks: Tensor | None,
-    ) -> None:
-        states = buffers.states
+    def _run_prefill(self, of: _Layer, chunk: KVChunk, buffers: _Buffers, tiles: Tensor) -> None:
+        q, states = of.q, buffers.states
         assert states is not None
         if not chunk.is_last and not len(states.row_max):  # the first layer read fewer chunks
             states = buffers.states = _states(q, 2 * len(q))
@@ -222,22 +219,14 @@ class TritonAttention:
         prefill[(len(tiles), q.shape[1] // group)](
             q, chunk.k, chunk.v, tiles,
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
-            ctx.query_start, ctx.kv_lens,
-            states.row_max, states.row_sum, states.acc, *kept, sinks, out,
-            self._scale, len(q), *_strides(q, chunk), **shape, WINDOW=window,
+            of.ctx.query_start, of.ctx.kv_lens,
+            states.row_max, states.row_sum, states.acc, *of.kept, of.sinks, of.out,
+            self._scale, len(q), *_strides(q, chunk), **shape, WINDOW=of.window,
             num_warps=PREFILL_WARPS, num_stages=_stages(q),
         )  # fmt: skip
 
-    def _run_decode(
-        self,
-        q: Tensor,
-        chunk: KVChunk,
-        ctx: ForwardContext,
-        parts: _Partitions,
-        window: int,
-        kept: Kept,
-    ) -> None:
-        group, _ = self._program(q, chunk)
+    def _run_decode(self, of: _Layer, chunk: KVChunk, parts: _Partitions) -> None:
+        q, (group, _) = of.q, self._program(of.q, chunk)
         num_spans, num_groups = len(chunk.seq_index), q.shape[1] // group
         width = triton.cdiv(chunk.block_table.shape[1] * chunk.k.shape[1], PARTITION) + 1
         wanted = max(1, DECODE_PROGRAMS // (num_spans * num_groups))
@@ -246,28 +235,20 @@ class TritonAttention:
         decode[(num_spans, num_groups, min(width, wanted))](
             q, chunk.k, chunk.v,
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
-            ctx.query_start, ctx.kv_lens,
-            parts.start, states.row_max, states.row_sum, states.acc, *kept,
-            self._scale, len(q), *_strides(q, chunk), **shape, WINDOW=window,
+            of.ctx.query_start, of.ctx.kv_lens,
+            parts.start, states.row_max, states.row_sum, states.acc, *of.kept,
+            self._scale, len(q), *_strides(q, chunk), **shape, WINDOW=of.window,
             LONGEST=self._config.longest_window or 0, num_warps=4 if rows == MIN_DOT else 8,
             num_stages=_stages(q),
         )  # fmt: skip
 
-    def _run_merge(
-        self,
-        ctx: ForwardContext,
-        parts: _Partitions,
-        out: Tensor,
-        window: int,
-        kept: Kept,
-        sinks: Tensor | None,
-    ) -> None:
-        _, heads, head_dim = out.shape
+    def _run_merge(self, of: _Layer, parts: _Partitions) -> None:
+        _, heads, head_dim = of.out.shape
         states = parts.states
-        merge[(len(ctx.lengths), heads, parts.queries)](
-            ctx.query_start, ctx.kv_lens,
-            parts.start, states.row_max, states.row_sum, states.acc, *kept, sinks, out,
-            heads, head_dim, _padded(head_dim), PARTITION, parts.few, parts.at_once, window,
+        merge[(len(of.ctx.lengths), heads, parts.queries)](
+            of.ctx.query_start, of.ctx.kv_lens,
+            parts.start, states.row_max, states.row_sum, states.acc, *of.kept, of.sinks, of.out,
+            heads, head_dim, _padded(head_dim), PARTITION, parts.few, parts.at_once, of.window,
             self._config.longest_window or 0, num_warps=2,
         )  # fmt: skip
 

@@ -21,43 +21,13 @@ from nanoengine.attention.triton_rows import (
 
 @triton.jit(do_not_specialize=["table_row", "num_tokens"])
 def prefill(
-    q,
-    k,
-    v,
-    tiles,
-    seq_index,
-    first_block,
-    num_blocks,
-    table,
-    query_start,
-    kv_lens,
-    state_max,
-    state_sum,
-    state_acc,
-    kept_max,
-    kept_sum,
-    sinks,
-    out,
-    scale,
-    num_tokens,
-    table_row,
-    q_token,
-    q_head,
-    kv_block,
-    kv_row,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS_OF_KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    TILE_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTITION: tl.constexpr,
-    FEW: tl.constexpr,
-):
+    q, k, v, tiles, seq_index, first_block, num_blocks, table, query_start, kv_lens,
+    state_max, state_sum, state_acc, kept_max, kept_sum, sinks, out,
+    scale, num_tokens, table_row, q_token, q_head, kv_block, kv_row,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS_OF_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TILE_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, PARTITION: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
     """Rows are the heads of a group, query by query; the longest tile of queries runs first. Memory
     holds first the states of all finished partitions, then those of started ones.
     """
@@ -122,42 +92,14 @@ def prefill(
 
 @triton.jit(do_not_specialize=["table_row", "num_tokens"])
 def decode(
-    q,
-    k,
-    v,
-    seq_index,
-    first_block,
-    num_blocks,
-    table,
-    query_start,
-    kv_lens,
-    part_start,
-    part_max,
-    part_sum,
-    part_acc,
-    kept_max,
-    kept_sum,
-    scale,
-    num_tokens,
-    table_row,
-    q_token,
-    q_head,
-    kv_block,
-    kv_row,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS_OF_KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    TILE_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTITION: tl.constexpr,
-    FEW: tl.constexpr,
-    LONGEST: tl.constexpr,
-):
+    q, k, v, seq_index, first_block, num_blocks, table, query_start, kv_lens,
+    part_start, part_max, part_sum, part_acc, kept_max, kept_sum,
+    scale, num_tokens, table_row, q_token, q_head, kv_block, kv_row,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS_OF_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TILE_PAD: tl.constexpr,
+    WINDOW: tl.constexpr, LONGEST: tl.constexpr,
+    ROWS: tl.constexpr, PARTITION: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
     """Fold every n-th partition of the chunk, for few queries of one sequence and one group."""
     span, group = tl.program_id(0), tl.program_id(1)
     seq, start_token, num_queries, kv_len, first_key, end_key = span_of(
@@ -201,25 +143,10 @@ def decode(
 
 @triton.jit
 def merge(
-    query_start,
-    kv_lens,
-    part_start,
-    part_max,
-    part_sum,
-    part_acc,
-    kept_max,
-    kept_sum,
-    sinks,
-    out,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    PARTITION: tl.constexpr,
-    FEW: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    LONGEST: tl.constexpr,
-):
+    query_start, kv_lens, part_start, part_max, part_sum, part_acc, kept_max, kept_sum, sinks, out,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTITION: tl.constexpr,
+    FEW: tl.constexpr, AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, LONGEST: tl.constexpr,
+):  # fmt: skip
     """Merge the partition states of one head of one query, in logical order."""
     seq, head, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start_token = tl.load(query_start + seq)
@@ -253,18 +180,9 @@ def merge(
 
 @triton.jit(do_not_specialize=["num_tokens", "mass_row"])
 def add_mass(
-    query_start,
-    kv_lens,
-    kept_max,
-    kept_sum,
-    mass,
-    num_tokens,
-    mass_row,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    query_start, kv_lens, kept_max, kept_sum, mass, num_tokens, mass_row,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Add to the mass of one block of a sequence what the sequence's rows gave to its tiles."""
     block, seq = tl.program_id(0), tl.program_id(1)
     start_token = tl.load(query_start + seq)

@@ -34,28 +34,11 @@ def span_of(
 
 @triton.jit
 def _fold(
-    q,
-    keys,
-    values,
-    page,
-    kv_block,
-    kv_row,
-    first_row,
-    scale,
-    hidden,
-    position,
-    start,
-    row_max,
-    row_sum,
-    acc,
-    kept,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    TILE_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-):
+    q, keys, values, page, kv_block, kv_row, first_row, scale, hidden, position, start,
+    row_max, row_sum, acc, kept,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
+    TILE_PAD: tl.constexpr, WINDOW: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
     """Fold one tile of keys, rows [first_row, first_row + TILE) of a page. `position` is the last
     key that each row sees here, `start` the position of the tile's first key; with a window,
     `hidden` is the last key before each row's window. `kept`: as in keep.
@@ -89,31 +72,12 @@ def _fold(
 
 @triton.jit
 def fold_tiles(
-    q,
-    keys,
-    values,
-    pages,
-    first_key,
-    kv_block,
-    kv_row,
-    scale,
-    hidden,
-    position,
-    begin,
-    all_see,
+    q, keys, values, pages, first_key, kv_block, kv_row, scale, hidden, position, begin, all_see,
     end,
-    row_max,
-    row_sum,
-    acc,
-    kept,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    TILE_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-):
+    row_max, row_sum, acc, kept,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    TILE_PAD: tl.constexpr, WINDOW: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
     """Fold the keys [begin, end); every row sees all keys before `all_see`. `pages` holds the
     blocks from key `first_key` on.
     """

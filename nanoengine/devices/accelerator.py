@@ -57,12 +57,10 @@ class AcceleratorDevice(GpuDevice):
         return torch.float16, "the device has no bfloat16"
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device."""
         free, total = torch.accelerator.get_memory_info(self.torch_device)
         return free, total
 
     def begin_step(self) -> None:
-        """As CudaDevice."""
         torch.accelerator.set_device_index(self.torch_device)
 
 

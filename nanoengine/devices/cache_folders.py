@@ -69,9 +69,7 @@ def _user() -> int:
 
 
 def cache_limit() -> int:
-    """Bytes that converted models may take on disk: $NANOENGINE_CACHE_GIB, or 64 GiB. Raises
-    ConfigError.
-    """
+    """Bytes for converted models: $NANOENGINE_CACHE_GIB, or 64 GiB. Raises ConfigError."""
     given = os.environ.get(LIMIT_VARIABLE, "")
     if not given:
         return int(DEFAULT_LIMIT_GIB * GIB)

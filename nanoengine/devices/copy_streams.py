@@ -81,9 +81,7 @@ class Copies:
         self._failed: deque[FailedCopy] = deque()
 
     def make(self, dst: Tensor, src: Tensor, owner: object, convert: Convert | None) -> None:
-        """Copy `src` to `dst`, both contiguous in host memory: its bytes, or by `convert`. Never
-        raises: errors are recorded.
-        """
+        """Copy contiguous host memory: bytes, or by `convert`. Records errors, never raises."""
         try:
             (convert or _copy_bytes)(dst, src)
         except Exception as error:  # `take_failed` returns it
@@ -204,9 +202,7 @@ class WorkerStream:
         self._end()
 
     def _put(self, work: Callable[[], object] | WorkerEvent) -> None:
-        """Queue work. Raises EngineClosedError after `close`: no thread would run it, and a wait
-        for it would never end.
-        """
+        """Queue work. Raises EngineClosedError after `close`: a wait for it would never end."""
         if not self._end.alive:
             raise EngineClosedError("the copies of a closed engine were ended")
         self._work.put(work)

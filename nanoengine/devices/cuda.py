@@ -51,14 +51,11 @@ class CudaDevice(GpuDevice):
         return torch.float16, "the GPU has no native bfloat16 arithmetic"
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the GPU."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return free, total
 
     def begin_step(self) -> None:
-        """Triton launches on the current GPU: another thread has its own, another engine may have
-        changed it.
-        """
+        """Triton launches on the current GPU, which another thread or engine may have changed."""
         torch.cuda.set_device(self.torch_device)
 
 

@@ -15,9 +15,7 @@ from nanoengine.devices.copy_streams import Stream
 
 
 def to_device(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers or nested lists of them as a tensor. They reach a GPU through pinned memory, so the
-    host does not wait for queued work.
-    """
+    """Numbers as a tensor. They reach a GPU through pinned memory, so the host does not wait."""
     host = torch.as_tensor(values, dtype=dtype)
     if device.type != "cpu":
         host = host.pin_memory()
@@ -33,9 +31,7 @@ class Readable(Protocol):
 
 
 class Device(Protocol):
-    """One compute device, its memory and its three streams. Devices inherit what only some of them
-    have to do: here it does nothing.
-    """
+    """A compute device, its memory and its streams. What only some of them do does nothing here."""
 
     name: str
     is_checked: bool  # whether `declare` has an effect

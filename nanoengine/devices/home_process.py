@@ -30,8 +30,6 @@ class HomeProcess:
 
 
 def join(thread: threading.Thread) -> None:
-    """Wait for the end of a thread, unless it never began or is the calling one: a finalizer may
-    run on any thread.
-    """
+    """Wait for a thread, unless it never began or is the calling one, as in a finalizer."""
     if thread.ident is not None and thread is not threading.current_thread():
         thread.join()

@@ -82,9 +82,7 @@ class _Accesses:
 
 
 class CheckedDevice:
-    """Wraps a device; `declare` reports what each stream accesses. num_checked counts declared
-    accesses.
-    """
+    """Wraps a device; `declare` reports what a stream accesses, which num_checked counts."""
 
     is_checked = True
 

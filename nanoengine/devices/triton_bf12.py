@@ -17,18 +17,10 @@ PROGRAMS = 256
 
 @triton.jit
 def _unpack_bf12(
-    rows,
-    bits,
-    num_tokens,
-    SIZE: tl.constexpr,
-    PAD: tl.constexpr,
-    ROW: tl.constexpr,
-    READ: tl.constexpr,
-    HEADER: tl.constexpr,
-    ZERO: tl.constexpr,
-    OTHER: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    rows, bits, num_tokens,
+    SIZE: tl.constexpr, PAD: tl.constexpr, ROW: tl.constexpr, READ: tl.constexpr,
+    HEADER: tl.constexpr, ZERO: tl.constexpr, OTHER: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Program i of n decodes tokens i, i + n, ... READ: bytes of a token that is not whole."""
     at = tl.arange(0, PAD)
     pair = tl.arange(0, PAD // 2)

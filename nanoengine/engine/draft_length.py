@@ -40,9 +40,7 @@ FIRST_REFRESH, LAST_REFRESH = 8, 64
 
 
 class EngineDrafts:
-    """Averages over the latest drafts of all requests: the seconds that drafts add to a step, and
-    how often the first one is right.
-    """
+    """Averages over all requests: a draft's seconds, and how often the first draft is right."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float]] = deque(maxlen=NUM_COSTS)

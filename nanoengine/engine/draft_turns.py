@@ -8,24 +8,15 @@ layers for the next step. Every request is checked in every second step.
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.speculative import guesses_for
+from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.sequence import ScheduledBatch, ScheduledSequence, Sequence, SequenceStatus
 
 SKIPPED = 2  # first steps of a trial, not timed: their drafts were made in the other way
 TRIAL = SKIPPED + 6  # steps
 FIRST_WAIT, LAST_WAIT = 128, 1024  # steps from one trial to the next, doubled each time
-
-
-class DraftingKV(Protocol):
-    """The KV manager, as far as drafts need it."""
-
-    def may_draft(self, seq: Sequence) -> bool: ...
-    def streams_alone(self, seq: Sequence) -> bool: ...
-    def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None: ...
-    def free_tokens(self, seq: Sequence) -> int: ...
 
 
 class FasterWay:
@@ -65,7 +56,7 @@ class DraftTurns:
     as on a device that computes while it copies. are_apart: whether they do in this step.
     """
 
-    def __init__(self, config: EngineConfig, kv: DraftingKV, are_taken: bool) -> None:
+    def __init__(self, config: EngineConfig, kv: HybridKVCacheManager, are_taken: bool) -> None:
         self._config = config
         self._kv = kv
         self.are_taken, self.are_apart = are_taken, False

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.devices.device import Device
-from nanoengine.models.layer_ops import RUN
+from nanoengine.models.products import RUN
 from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.sequence import Sequence
 
@@ -34,7 +34,7 @@ def has_large_head(config: ModelConfig) -> bool:
 
 
 class DraftVocabulary:
-    """Chooses the runs of an output head that drafts read. num_runs: see layer_ops.PartedHead."""
+    """Chooses the runs of an output head that drafts read. num_runs: see products.PartedHead."""
 
     def __init__(self, num_runs: int, device: Device) -> None:
         self._is_large = num_runs >= LEAST_TIMES * NUM_RUNS

@@ -122,9 +122,7 @@ def _masks(seqs: list[Sequence], known: Mapping[Sequence, tuple[int, ...]]) -> d
 def draft_context(
     seqs: list[Sequence], step: DraftStep, attention: AttentionBackend, device: Device
 ) -> ForwardContext:
-    """The forward context of a draft step, one row a sequence; token 0 where the host does not know
-    the token.
-    """
+    """The context of a draft step, one row a sequence; token 0 where the host does not know it."""
     rows = [
         SequenceRows(seq.token_ids[position : position + 1] or [0], position, num_keys, 1)
         for seq, position, num_keys in zip(seqs, step.positions, step.num_keys, strict=True)

@@ -173,9 +173,7 @@ class InputProcessor:
         return min(limit, num_prompt + params.max_tokens)
 
     def check_room(self, num_prompt: int, max_tokens: int) -> None:
-        """Raise PromptTooLongError if a prompt and an answer of so many tokens are more than
-        max_model_len, where a request would be cut.
-        """
+        """Raise PromptTooLongError if prompt and answer are longer than max_model_len."""
         plan, asked = self._plan, num_prompt + max_tokens
         if asked > plan.max_model_len:
             raise PromptTooLongError(

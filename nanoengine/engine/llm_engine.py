@@ -98,9 +98,7 @@ class LLMEngine:
 
     @property
     def runner(self) -> ModelRunner:
-        """What runs the steps. Raises EngineClosedError after close(), ForkedProcessError in a fork
-        of the process.
-        """
+        """Runs the steps. Raises EngineClosedError after close(), ForkedProcessError in a fork."""
         self._home.check("this engine")
         if self._runner is None:
             raise EngineClosedError("the engine was closed; make a new LLM")

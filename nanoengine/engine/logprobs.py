@@ -45,9 +45,7 @@ class StepScores:
     sampled: Readable | None
 
     def append_to_sequences(self, batch: ScheduledBatch, token_ids: list[int]) -> None:
-        """Append its scores to each sequence, before its tokens are appended. token_ids: sampled by
-        the items of the batch, in order.
-        """
+        """Append scores to the sequences, before their tokens. token_ids: sampled by the batch."""
         for part in self.prompts:
             part.append_to_sequence()
         if self.sampled is None:

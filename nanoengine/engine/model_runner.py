@@ -182,16 +182,16 @@ def _known_tokens(item: ScheduledSequence) -> list[int]:
 
 def make_runner(parts: Parts, kv: StepOpener, device: Device) -> ModelRunner:
     """The runner of an engine's parts over a KV cache."""
-    model, attention, decoder = parts.model, parts.attention, parts.model.decoder
+    attention, decoder, head = parts.attention, parts.model.decoder, parts.model.decoder.mtp
     sampler = Sampler(parts.ops, device.tensor)
     drafter: Drafter | MtpDrafter
     scorer = TokenScorer(decoder.logits, parts.ops.likeliest, device)
-    if model.mtp is None:
-        num_runs = decoder.num_runs if has_large_head(model.config) else 0
+    if head is None:
+        num_runs = decoder.num_runs if has_large_head(parts.model.config) else 0
         vocabulary = DraftVocabulary(num_runs, device)
         drafter = Drafter(decoder, attention, sampler, vocabulary, device)
     else:  # one layer and the output head
-        vocabulary = DraftVocabulary(model.mtp.num_runs, device)
+        vocabulary = DraftVocabulary(head.num_runs, device)
         own = Sampler(parts.ops, device.tensor)
-        drafter = MtpDrafter(model.mtp, attention, own, vocabulary, device)
+        drafter = MtpDrafter(head, attention, own, vocabulary, device)
     return ModelRunner(decoder, attention, kv, sampler, scorer, device, drafter)

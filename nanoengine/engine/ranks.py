@@ -16,9 +16,7 @@ from nanoengine.startup.probe import measure_copy
 
 
 class Ranks(Protocol):
-    """The ranks as the engine sees them. config: the settings of each rank; after load(), the ones
-    that fit the model.
-    """
+    """The ranks as the engine sees them. config: of each rank; after load() it fits the model."""
 
     @property
     def config(self) -> EngineConfig: ...

@@ -13,13 +13,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
 
 from nanoengine.config.engine import EngineConfig
-from nanoengine.engine.draft_turns import DraftingKV, DraftTurns
+from nanoengine.engine.draft_turns import DraftTurns
 from nanoengine.engine.link_pacer import LinkPacer
 from nanoengine.engine.speculative import guesses_for, is_draft_due, record_guesses
 from nanoengine.errors import RequestError, TransferError
+from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.sequence import (
     NO_TOKEN,
     Admission,
@@ -30,17 +30,6 @@ from nanoengine.sequence import (
 )
 
 LOOK_PAST = 256  # waiting sequences that may be passed over in a step to admit later ones
-
-
-class KVAdmission(DraftingKV, Protocol):
-    """The KV manager, as far as the scheduler knows it."""
-
-    def reset_budget(self) -> None: ...
-    def admit(self, seq: Sequence) -> Admission: ...
-    def stream_cost(self, seq: Sequence) -> int: ...
-    def commit(self, seq: Sequence, num_tokens: int, num_rejected: int = 0) -> None: ...
-    def preempt(self, seq: Sequence) -> None: ...
-    def deallocate(self, seq: Sequence) -> None: ...
 
 
 @dataclass(slots=True)
@@ -60,7 +49,7 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        kv: KVAdmission,
+        kv: HybridKVCacheManager,
         max_num_batched_tokens: int,
         stream_blocks_per_step: int | None = None,
         takes_turns: bool = False,
@@ -318,9 +307,7 @@ class Scheduler:
         return seq.num_remaining > self._long_tokens
 
     def preempt(self, seq: Sequence) -> None:
-        """Put a running sequence at the front of the queue; it computes again what KV others take
-        meanwhile.
-        """
+        """Put a running sequence at the front of the queue. Others may take its KV meanwhile."""
         self.running.remove(seq)
         self._kv.preempt(seq)
         seq.status = SequenceStatus.WAITING

@@ -87,16 +87,12 @@ def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> G
 
 
 def _length(seq: Sequence, drafts: bool = True) -> DraftLength | None:
-    """What chooses how many tokens to draft, by the MTP head or, if `drafts` are allowed, by the
-    whole model.
-    """
+    """What chooses how many tokens to draft: by the MTP head or, if allowed, by the model."""
     return seq.mtp_length or (seq.draft_length if drafts else None)
 
 
 def is_draft_due(seqs: Iterable[Sequence], drafts: bool) -> bool:
-    """Whether one of these decodes drafts in its next step, or begins to time steps. drafts: as in
-    guesses_for.
-    """
+    """Whether one of these drafts in its next step, or begins to time steps."""
     lengths = (_length(seq, drafts) for seq in seqs)
     return any(length is not None and length.is_due for length in lengths)
 

@@ -26,14 +26,8 @@ from nanoengine.errors import EngineError
 logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
 CFLAGS = (
-    "-std=gnu11",
-    "-O3",
-    "-march=native",
-    "-fopenmp",
-    "-fno-math-errno",
-    "-ffp-contract=fast",
-    "-shared",
-    "-fPIC",
+    *("-std=gnu11", "-O3", "-march=native", "-fopenmp"),
+    *("-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"),
 )
 _BUILD_TIMEOUT_S = 120
 # Libraries of older versions and other flags: this many stay, and all that were used today.

@@ -168,14 +168,10 @@ class CpuKernels:
         packed = _ATTEND_ARGS.pack(
             *(tensor.data_ptr() for tensor in pointed_to),
             *(0 if tensor is None else tensor.data_ptr() for tensor in (out, sinks)),
-            chunk.seq_index.shape[0],
-            chunk.block_table.stride()[0],
+            *(chunk.seq_index.shape[0], chunk.block_table.stride()[0]),
             *(token_stride, head_stride, k.stride()[0], v.stride()[0]),
             *(tokens, heads, kv_heads, head_dim, block_size),
-            is_bf16,
-            is_first,
-            torch.get_num_threads(),
-            self._has_tiles,
+            *(is_bf16, is_first, torch.get_num_threads(), self._has_tiles),
             min(window or _ALL_KEYS, _ALL_KEYS),
             *((0,) * 5 if mass is None else mass.packed),
             scale,
@@ -190,20 +186,10 @@ class CpuKernels:
         """
         heads = x.shape[1] if x.dim() == 3 else 1
         packed = _NORM_ARGS.pack(
-            x.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            x.shape[0],
-            heads,
-            x.shape[-1],
-            x.stride(0),
-            x.stride(-2),
-            out.stride(0),
-            out.stride(-2),
-            _IS_BF16[x.dtype],
-            _IS_BF16[weight.dtype],
-            torch.get_num_threads(),
-            eps,
+            *(x.data_ptr(), weight.data_ptr(), out.data_ptr()),
+            *(x.shape[0], heads, x.shape[-1]),
+            *(x.stride(0), x.stride(-2), out.stride(0), out.stride(-2)),
+            *(_IS_BF16[x.dtype], _IS_BF16[weight.dtype], torch.get_num_threads(), eps),
         )
         self.tape.call(self._rms_norm, packed, x, weight, out)
 
@@ -220,23 +206,10 @@ class CpuKernels:
         pool, k_slots, v_slots = target.pool, target.k_slots, target.v_slots
         tokens, heads, head_dim = q.shape
         packed = _ROPE_ARGS.pack(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            k_slots.data_ptr(),
-            0 if v_slots is None else v_slots.data_ptr(),
-            pool.data_ptr(),
-            tokens,
-            heads,
-            k.shape[1],
-            head_dim,
-            q.stride()[0],
-            k.stride()[0],
-            v.stride()[0],
-            _IS_BF16[q.dtype],
-            torch.get_num_threads(),
+            *(q.data_ptr(), k.data_ptr(), v.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+            *(k_slots.data_ptr(), 0 if v_slots is None else v_slots.data_ptr(), pool.data_ptr()),
+            *(tokens, heads, k.shape[1], head_dim, q.stride(0), k.stride(0), v.stride(0)),
+            *(_IS_BF16[q.dtype], torch.get_num_threads()),
         )
         self.tape.call(self._rope_store, packed, q, k, v, cos, sin, k_slots, v_slots, pool)
 
@@ -246,22 +219,15 @@ class CpuKernels:
         packed = _ROPE_ARGS.pack(
             *(q.data_ptr(), 0, 0, cos.data_ptr(), sin.data_ptr(), 0, 0, 0),
             *(tokens, heads, 0, head_dim, q.stride(0), 0, 0),
-            _IS_BF16[q.dtype],
-            torch.get_num_threads(),
+            *(_IS_BF16[q.dtype], torch.get_num_threads()),
         )
         self.tape.call(self._rotate, packed, q, cos, sin)
 
     def argmax(self, x: Tensor) -> Tensor:
         """int64 [rows]: where each row of x [rows, dim] is largest, the first place if several."""
         out = torch.empty(x.shape[0], dtype=torch.int64)
-        self._argmax(
-            x.data_ptr(),
-            out.data_ptr(),
-            *x.shape,
-            x.stride(0),
-            _IS_BF16[x.dtype],
-            torch.get_num_threads(),
-        )
+        is_bf16, threads = _IS_BF16[x.dtype], torch.get_num_threads()
+        self._argmax(x.data_ptr(), out.data_ptr(), *x.shape, x.stride(0), is_bf16, threads)
         return out
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
@@ -305,17 +271,11 @@ class CpuKernels:
         tokens, dim = x.shape
         assert summand.shape == x.shape and x.is_contiguous() and summand.is_contiguous()
         if gate is not None:
-            assert (
-                gate.dtype is torch.float32 and gate.shape == (tokens, 1) and gate.is_contiguous()
-            )
+            assert gate.dtype is torch.float32
+            assert gate.shape == (tokens, 1) and gate.is_contiguous()
         args = (
-            x.data_ptr(),
-            summand.data_ptr(),
-            None if gate is None else gate.data_ptr(),
-            tokens,
-            dim,
-            _IS_BF16[x.dtype],
-            torch.get_num_threads(),
+            *(x.data_ptr(), summand.data_ptr(), None if gate is None else gate.data_ptr()),
+            *(tokens, dim, _IS_BF16[x.dtype], torch.get_num_threads()),
         )
         self.tape.call(self._add, args, x, summand, gate)
 
@@ -324,13 +284,8 @@ class CpuKernels:
         rounded. gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous.
         """
         args = (
-            gate_up.data_ptr(),
-            out.data_ptr(),
-            *out.shape,
-            gate_up.stride(0),
-            ACTIVATIONS[activation],
-            _IS_BF16[gate_up.dtype],
-            torch.get_num_threads(),
+            *(gate_up.data_ptr(), out.data_ptr(), *out.shape, gate_up.stride(0)),
+            *(ACTIVATIONS[activation], _IS_BF16[gate_up.dtype], torch.get_num_threads()),
         )
         self.tape.call(self._gate_mul, args, gate_up, out)
 
@@ -339,13 +294,8 @@ class CpuKernels:
         [tokens, heads, head_dim] with adjacent heads.
         """
         args = (
-            x.data_ptr(),
-            gate.data_ptr(),
-            out.data_ptr(),
-            *out.shape,
-            gate.stride(0),
-            _IS_BF16[x.dtype],
-            torch.get_num_threads(),
+            *(x.data_ptr(), gate.data_ptr(), out.data_ptr(), *out.shape, gate.stride(0)),
+            *(_IS_BF16[x.dtype], torch.get_num_threads()),
         )
         self.tape.call(self._sigmoid_mul, args, x, gate, out)
 
@@ -364,14 +314,8 @@ class CpuKernels:
         )
         packed = _DELTA_ARGS.pack(
             *(0 if tensor is None else tensor.data_ptr() for tensor in pointed_to),
-            len(ctx.kv_lens),
-            len(x),
-            x.stride(0),
-            *_heads_of(net.shape),
-            net.shape.conv_size,
-            _IS_BF16[x.dtype],
-            torch.get_num_threads(),
-            rule,
+            *(len(ctx.kv_lens), len(x), x.stride(0), *_heads_of(net.shape), net.shape.conv_size),
+            *(_IS_BF16[x.dtype], torch.get_num_threads(), rule),
             NORMS.index(net.shape.norm) if isinstance(net, MambaNet) else 0,
             getattr(net, "eps", 0.0),
             *((net.gate_by, net.step_by) if isinstance(net, MambaNet) else (1.0, 1.0)),

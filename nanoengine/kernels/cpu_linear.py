@@ -155,11 +155,8 @@ class CpuLinear:
             *(tensor.data_ptr() for tensor in (ids, weights, scratch)),
             *(rows, count, config.top_k),
             *(config.num_groups, config.top_groups, config.group_best),
-            config.scoring == "sigmoid",
-            config.renormalises,
-            torch.get_num_threads(),
-            config.scaling,
-            config.least_sum,
+            *(config.scoring == "sigmoid", config.renormalises, torch.get_num_threads()),
+            *(config.scaling, config.least_sum),
         )
         self._tape.call(self._route, packed, logits, choice_bias, scale, ids, weights, scratch)
         return ids, weights

@@ -26,7 +26,8 @@ from nanoengine.models.experts import (
     Router,
     Routing,
 )
-from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, Norm, Product, TiledProduct
+from nanoengine.models.layer_ops import AfterAttention
+from nanoengine.models.products import MLP, Embed, Norm, Product, TiledProduct
 from nanoengine.models.stored_codes import Weight, joined
 
 

@@ -49,9 +49,7 @@ class CudaGraphs:
         return self._replay((key.layout, shapes), key.tensors, forward)
 
     def to_static_buffer(self, x: Tensor) -> Tensor:
-        """A copy of x in the buffer that the graphs of `piece` read; x itself if it has more than
-        PIECE_ROWS rows.
-        """
+        """A copy of x in the buffer that graphs of `piece` read; x itself above PIECE_ROWS rows."""
         if len(x) > PIECE_ROWS:
             return x
         size = graph_size(len(x))

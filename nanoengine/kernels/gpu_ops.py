@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cuda_graph import CudaGraphs
-from nanoengine.kernels.kernel_ops import KernelOps, Kernels
+from nanoengine.kernels.kernel_ops import KernelOps
+from nanoengine.kernels.triton_codes import TritonCodes
+from nanoengine.kernels.triton_kernels import TritonKernels
 from nanoengine.models.experts import (
     IN_A_GRAPH,
     ON_A_GPU,
@@ -22,68 +23,31 @@ from nanoengine.models.experts import (
     MixtureWeights,
     Router,
 )
-from nanoengine.models.layer_ops import (
-    MLP,
-    AfterAttention,
-    Embed,
-    Norm,
-    NormedProduct,
-    Product,
-    normed,
-)
-from nanoengine.models.stored_codes import CodedWeight, Weight
-
-
-class GpuKernels(Kernels, Protocol):
-    """The kernels that a GPU has in addition."""
-
-    def add_rms_norm(
-        self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor
-    ) -> None:
-        """residual += x, then out = norm(residual) * weight."""
-        ...
-
-
-class GpuProduct(Protocol):
-    """A product with a weight of codes, documented in CodedProduct of triton_codes.py."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-    def in_float(self, x: Tensor) -> Tensor: ...
-    def gather_rows(self, token_ids: Tensor) -> Tensor: ...
-
-
-class GpuProducts(Protocol):
-    """Makes products with weights of codes, documented in TritonCodes."""
-
-    def pack(self, weight: CodedWeight, bias: Tensor | None = None) -> GpuProduct: ...
-    def experts(
-        self, router: Router, weights: list[CodedExpert], gated: Map, gather: Map | None
-    ) -> Map: ...
+from nanoengine.models.layer_ops import AfterAttention
+from nanoengine.models.products import MLP, Embed, Norm, NormedProduct, Product, normed
+from nanoengine.models.stored_codes import Weight
 
 
 class GpuOps(KernelOps):
-    """PyTorch's products, and our own of codes, with fused kernels between them: a sum and the norm
-    after it are one.
-    """
+    """PyTorch's products, and our own of codes; a sum and the norm after it are one kernel."""
 
-    _kernels: GpuKernels
+    _kernels: TritonKernels
 
     takes_codes = True
+    replays_graphs = True
 
-    def __init__(
-        self, kernels: GpuKernels, graphs: CudaGraphs | None, products: GpuProducts
-    ) -> None:
+    def __init__(self, graphs: CudaGraphs | None) -> None:
         """graphs: None: no step is replayed."""
-        super().__init__(kernels, graphs)
+        super().__init__(TritonKernels(), graphs)
         self._graphs = graphs
-        self._products = products
+        self._products = TritonCodes()
 
     def linear(
         self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:
         if isinstance(weight, Tensor):
             return super().linear(weight, bias, norm)
-        return normed(self, norm, self._products.pack(weight, bias))
+        return normed(self.rms_norm, norm, self._products.pack(weight, bias))
 
     def embedding(self, weight: Weight) -> Embed:
         if isinstance(weight, Tensor):
@@ -95,14 +59,12 @@ class GpuOps(KernelOps):
         if isinstance(weight, Tensor):
             return super().tied(weight, norm)
         packed = self._products.pack(weight)
-        return packed.gather_rows, normed(self, norm, packed.in_float)
+        return packed.gather_rows, normed(self.rms_norm, norm, packed.in_float)
 
     def experts(
         self, weights: MixtureWeights, router: Router, activation: str, gather: Map | None = None
     ) -> Product:
-        """Raises ConfigError where PyTorch's grouped product would make the host wait: always, or
-        in a graph.
-        """
+        """Raises ConfigError where PyTorch's grouped product would make the host wait."""
         others, gated = iter(weights.experts), self.gated(activation)
         first, count = next(others), weights.routing.config.count
         stored: Iterable[ExpertWeights] = chain((first,), others)

@@ -12,7 +12,8 @@ from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayK
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cuda_graph import CudaGraphs
 from nanoengine.models.activations import relu2
-from nanoengine.models.layer_ops import LayerOps, Norm, Product
+from nanoengine.models.layer_ops import LayerOps
+from nanoengine.models.products import Norm, Product
 from nanoengine.models.rules import RecurrentNet
 
 

@@ -46,9 +46,7 @@ PackedExpert = tuple[PackedGateUp | PackedApart, PackedLinear]
 
 
 class PackedExperts:
-    """The experts of a layer, for all rows in one call of C, which a rank cuts in two where it
-    gathers.
-    """
+    """The experts of a layer in one call of C, which a rank cuts in two where it gathers."""
 
     def __init__(
         self,

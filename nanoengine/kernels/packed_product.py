@@ -13,7 +13,7 @@ from torch import Tensor
 from nanoengine.errors import EngineError
 from nanoengine.kernels.cpu_kernels import Workspace
 from nanoengine.kernels.packed_weight import ADD, FLOAT, STORE, PackedWeight
-from nanoengine.models.layer_ops import RUN
+from nanoengine.models.products import RUN
 
 _NUM_CALLS = struct.Struct("=q")  # of calls_t in cpu_panels.h, before its calls
 
@@ -93,7 +93,7 @@ class PackedLinear(PackedProduct):
 
 
 class PackedHead:
-    """The output head, as a layer_ops.PartedHead: a run is a panel."""
+    """The output head, as a products.PartedHead: a run is a panel."""
 
     def __init__(self, product: PackedLinear) -> None:
         self.product, self.num_runs = product, -(-product.out_features // RUN)

@@ -133,7 +133,7 @@ class CodedExperts:
 
 
 class TritonCodes:
-    """Packs weights for the GPU that they lie on (gpu_ops.GpuProducts)."""
+    """Packs weights for the GPU that they lie on."""
 
     def pack(self, weight: CodedWeight, bias: Tensor | None = None) -> CodedProduct:
         """weight: [outputs, inputs], on the GPU; bias: [outputs]."""

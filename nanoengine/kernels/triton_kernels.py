@@ -18,18 +18,9 @@ from nanoengine.kernels.triton_recurrence import recurrence
 
 @triton.jit
 def _rms_norm(
-    x,
-    residual,
-    weight,
-    out,
-    eps,
-    x_token,
-    x_head,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIZE_PAD: tl.constexpr,
-    ADDS: tl.constexpr,
-):
+    x, residual, weight, out, eps, x_token, x_head,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
     """One row. ADDS: x is added to the residual stream first, in place."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, SIZE_PAD)
@@ -55,24 +46,10 @@ def _rotate(first, second, c, s):
 
 @triton.jit
 def _rope_store(
-    q,
-    k,
-    v,
-    cos,
-    sin,
-    k_slots,
-    v_slots,
-    pool,
-    q_token,
-    k_token,
-    v_token,
-    HEADS: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    KV_PAD: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-):
+    q, k, v, cos, sin, k_slots, v_slots, pool, q_token, k_token, v_token,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, KV_HEADS: tl.constexpr,
+    KV_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+):  # fmt: skip
     """One token: its q (program 0), or k and v (1)."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, HALF_PAD)
@@ -135,7 +112,7 @@ def _clamped_swiglu(gate_up, out, row_size, SIZE: tl.constexpr, STEP: tl.constex
 
 
 class TritonKernels:
-    """Launches the kernels (gpu_ops.GpuKernels)."""
+    """Launches the kernels."""
 
     recurrence = staticmethod(recurrence)
 

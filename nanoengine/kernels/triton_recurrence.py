@@ -101,31 +101,12 @@ def _gates(
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def mix(
-    x,
-    conv,
-    conv_bias,
-    decay,
-    dt_bias,
-    inputs,
-    slots,
-    query_start,
-    kv_lens,
-    mixed,
-    gates,
-    num_seqs,
-    x_token,
-    q_scale,
-    step_by,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    CONV_SIZE: tl.constexpr,
-    CONV_PAD: tl.constexpr,
-    PAD: tl.constexpr,
-    IS_DELTA: tl.constexpr,
-    IS_KIMI: tl.constexpr,
-):
+    x, conv, conv_bias, decay, dt_bias, inputs, slots, query_start, kv_lens, mixed, gates,
+    num_seqs, x_token, q_scale, step_by,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CONV_SIZE: tl.constexpr, CONV_PAD: tl.constexpr, PAD: tl.constexpr,
+    IS_DELTA: tl.constexpr, IS_KIMI: tl.constexpr,
+):  # fmt: skip
     """One token in one head: of q, of k, or of v with its gates."""
     token, part = tl.program_id(0), tl.program_id(1)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
@@ -179,28 +160,11 @@ def _keep_inputs(
 
 @triton.jit
 def scan(
-    x,
-    inputs,
-    memory,
-    slots,
-    query_start,
-    kv_lens,
-    mixed,
-    gates,
-    skip,
-    x_token,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEPT: tl.constexpr,
-    KEY_PAD: tl.constexpr,
-    KEPT_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHARE: tl.constexpr,
-    IS_DELTA: tl.constexpr,
-    IS_KIMI: tl.constexpr,
-):
+    x, inputs, memory, slots, query_start, kv_lens, mixed, gates, skip, x_token,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEPT: tl.constexpr, KEY_PAD: tl.constexpr, KEPT_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    SHARE: tl.constexpr, IS_DELTA: tl.constexpr, IS_KIMI: tl.constexpr,
+):  # fmt: skip
     """All tokens of a sequence in a block of columns of a head's matrix: what it gives takes the
     place of v. And SHARE channels of the inputs that the next step needs.
     """
@@ -248,22 +212,10 @@ def scan(
 
 @triton.jit
 def gated_norm(
-    x,
-    mixed,
-    weight,
-    out,
-    eps,
-    gate_by,
-    x_token,
-    FIRST: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    PAD: tl.constexpr,
-    IS_DELTA: tl.constexpr,
-    IS_KIMI: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    x, mixed, weight, out, eps, gate_by, x_token,
+    FIRST: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    PAD: tl.constexpr, IS_DELTA: tl.constexpr, IS_KIMI: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """One token in one head of a delta rule, or in the heads of one key head of Mamba-2, whose
     norm is one of NORMS. x holds the gates, `mixed` what the heads give, from column FIRST on.
     """

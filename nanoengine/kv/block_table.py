@@ -104,9 +104,7 @@ class BlockTable:
         self.seq.num_computed = num_computed
 
     def mark_computed(self, first: int, num_rejected: int) -> None:
-        """The blocks from `first` on hold what the sequence has computed, and not the
-        `num_rejected` tokens after it.
-        """
+        """Blocks from `first` on hold the computed tokens, without the rejected ones after them."""
         num_computed, size = self.seq.num_computed, self.block_size
         for index in range(first, -(-(num_computed + num_rejected) // size)):
             block, num_tokens = self.blocks[index], min(size, num_computed - index * size)

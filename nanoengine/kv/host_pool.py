@@ -62,9 +62,7 @@ def segment_sizes(num_blocks: int, block_bytes: int) -> list[int]:
 
 
 class _Segments:
-    """Segments that a thread allocates in order. Has no reference to the pool, so that the pool can
-    be collected while the thread works.
-    """
+    """Segments that a thread allocates in order. Does not keep the pool from being collected."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

@@ -331,9 +331,7 @@ class HybridKVCacheManager:
         return True
 
     def _release(self, blocks: list[Block]) -> None:
-        """Drop a sequence's references, the last block's first, so that the LRU evicts the end of a
-        prefix before its beginning.
-        """
+        """Drop references, the last first: the LRU then evicts the end of a prefix first."""
         for block in reversed(blocks):
             slots = block.device_slot, block.host_slot
             self.blocks.release(block)

@@ -83,9 +83,7 @@ class OffloadEngine:
         self.stored.host[host_slot] = [d2h.record()] * self.host.num_layers
 
     def take_failures(self) -> list[FailedTransfer]:
-        """The transfers that failed since the last call, all that compute has waited for among
-        them.
-        """
+        """Transfers that failed since the last call, among them all that compute has waited for."""
         failures = []
         for stream, lost in ((self.device.d2h, True), (self.device.h2d, False)):
             for failed in stream.take_failed():
@@ -133,9 +131,7 @@ class OffloadEngine:
             self.counters.d2h_bytes += self._stored_bytes * (s.stop - s.start)
 
     def _queue_run(self, layer: int, run: Sequence[Store], transfers: StepTransfers) -> None:
-        """Queue the stores of a run in one layer. Whole blocks are one copy in each segment of the
-        host pool.
-        """
+        """Queue the stores of a run in one layer: whole blocks as one copy in each segment."""
         d2h, first = self.device.d2h, run[0]
         device_slots, host_slots = [s.device_slot for s in run], [s.host_slot for s in run]
         self.device.declare(
@@ -255,9 +251,7 @@ class TransferRun:
             self._engine.await_event(self._loaded[layer])
 
     def read_host(self, layer: int, segment: int, places: Sequence[int]) -> Tensor:
-        """One layer of a segment of the host pool, whose blocks at these places compute reads next,
-        in place.
-        """
+        """One layer of a segment, whose blocks at these places compute reads next, in place."""
         device, slots = self._engine.device, list(self._engine.host.slots(segment, places))
         layer = self._sources[layer]
         self._engine.stored.wait(device.compute, layer, host_slots=slots)
@@ -319,9 +313,7 @@ class TransferRun:
 
 
 def _parts(dst: Tensor, src: Tensor, start: int, stop: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """What to copy for tokens [start, stop) of a block, [parts, block_size, ...]: all of a whole
-    block at once, else each part by itself.
-    """
+    """What to copy for some tokens of a block: a whole block at once, else part by part."""
     if stop - start == dst.shape[1]:
         yield dst, src
     else:

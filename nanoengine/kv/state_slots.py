@@ -21,9 +21,7 @@ UNKNOWN = -1  # a step has begun to change the state and has not ended
 
 
 class StateSnapshots:
-    """Which block has the snapshot of the state after its last token. The one used longest ago
-    makes room for a new one.
-    """
+    """Which block has the snapshot of the state at its end. The one used longest ago makes room."""
 
     def __init__(self, num_places: int) -> None:
         self._free = list(range(num_places))[::-1]
@@ -97,15 +95,11 @@ class StateSlots:
         return not self._spec.num_states or not num_tokens or known == num_tokens
 
     def num_resumable(self, blocks: Sequence[Block]) -> int:
-        """With how many of these consecutive blocks a sequence can begin: those before the last
-        snapshot among them.
-        """
+        """How many of these consecutive blocks a sequence can begin with: to the last snapshot."""
         return self._snapshots.num_before(blocks) if self._spec.num_states else len(blocks)
 
     def load(self, table: BlockTable) -> None:
-        """Load the snapshot at the last computed token of a sequence into its slot, unless its
-        state is there already.
-        """
+        """Load the snapshot at the last computed token, unless the state is there already."""
         seq_id, computed = table.seq.seq_id, table.seq.num_computed
         slot = self._slots.get(seq_id)
         if slot is not None and not self.is_at(table):
@@ -114,9 +108,7 @@ class StateSlots:
             self._lengths[seq_id] = computed
 
     def tokens_to_stop(self, table: BlockTable, computed: int, num_tokens: int) -> int:
-        """How many of the next `num_tokens` tokens a step computes: it ends where a snapshot is
-        likely to be used.
-        """
+        """How many of these tokens a step computes: it ends where a snapshot may be of use."""
         if not self._spec.num_snapshots:
             return num_tokens
         stop = table.next_stop(computed, num_tokens)

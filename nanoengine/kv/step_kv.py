@@ -106,7 +106,6 @@ class StepKV:
         )
 
     def state(self, layer: int) -> RecurrentState:
-        """The state of a recurrent layer."""
         assert self.state_slots is not None
         return RecurrentState(*self.memory.states[layer], self.state_slots)
 

@@ -36,9 +36,7 @@ class StoreEvents:
         device_slots: Sequence[int] = (),
         host_slots: Sequence[int] = (),
     ) -> None:
-        """Let `stream` wait for the last stores that read these device slots or wrote these host
-        slots.
-        """
+        """Let `stream` wait for the last stores that used these device or host slots."""
         for events, slots in ((self.device, device_slots), (self.host, host_slots)):
             if events:
                 found = {id(e[layer]): e[layer] for s in slots if (e := events.get(s))}

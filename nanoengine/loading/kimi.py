@@ -76,9 +76,7 @@ def _layer_types(content: CheckedJson, linear: dict[str, Any]) -> list[str]:
 
 
 def read_kimi(content: CheckedJson, num_layers: int) -> RecurrentConfig | None:
-    """The layers with Kimi Delta Attention; None if all have attention. Raises
-    UnsupportedModelError.
-    """
+    """The layers with Kimi Delta Attention; None: there are none. Raises UnsupportedModelError."""
     layers = recurrent_layers(content, num_layers)
     heads = content.size("linear_num_heads")
     dim = content.size("linear_head_dim", limit=MAX_STATE_DIM)
@@ -92,7 +90,7 @@ def kimi_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[str, 
 
     In transformers 5 one tensor has the three convolutions, and a part of the layer its decays.
     """
-    if not ARCHITECTURES[model.architecture].kimi:
+    if ARCHITECTURES[model.architecture].hybrid != "kimi":
         return
     for name in names:
         match = re.fullmatch(r"(model\.layers\.(\d+)\.)(self_attn|block_sparse_moe)\.(.+)", name)

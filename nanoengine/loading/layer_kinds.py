@@ -23,7 +23,7 @@ def layer_windows(
     """
     rule = ARCHITECTURES[architecture].windows
     row = ARCHITECTURES[architecture]
-    if row.recurrent or row.mixers or row.both_mixers or row.short_convs:
+    if row.hybrid not in ("", "apart"):
         return ()
     if rule == "pattern":
         return _windows_by_pattern(settings, num_layers, where)
@@ -92,9 +92,7 @@ def layers_of_kind(
 
 
 def read_heads(content: CheckedJson, keys: str, values: str) -> tuple[int, int]:
-    """Key heads and value heads of a recurrent layer, by these keys of config.json. Raises
-    UnsupportedModelError.
-    """
+    """Key and value heads of a recurrent layer, by these keys. Raises UnsupportedModelError."""
     num_keys, num_values = content.size(keys), content.size(values)
     if num_values % num_keys:
         raise UnsupportedModelError(

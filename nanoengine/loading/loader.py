@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from nanoengine.config.engine import EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ModelLoadError
 from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
@@ -37,7 +38,6 @@ from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.latent import held_share
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.make_codes import ENDS, becomes_codes, make_codes
-from nanoengine.models.mtp import MtpHead
 from nanoengine.models.shard import WHOLE, Shard, Sharding
 from nanoengine.models.stored_codes import NEVER_CODES, TAKEN_APART, CodedWeight, Weight
 from nanoengine.models.weight_shapes import in_float, weight_shapes
@@ -52,8 +52,7 @@ class LoadedModel:
     """A decoder in memory. `source` describes its weights for the plan.
 
     config: of the model. part: of this process's part of it, see Shard. weight_bytes: that it
-    holds. codes: how many of its
-    tensors are codes, by format. mtp: its head for multi-token prediction, if that was asked for.
+    holds. codes: how many of its tensors are codes, by format.
     """
 
     config: ModelConfig
@@ -62,34 +61,29 @@ class LoadedModel:
     source: str
     weight_bytes: int
     codes: Mapping[str, int] = field(default_factory=dict)
-    mtp: MtpHead | None = None
 
 
 def load_model(
     folder: Path,
-    load_format: str,
+    settings: EngineConfig,
     device: torch.device,
     dtype: torch.dtype,
-    seed: int,
     ops: LayerOps,
-    max_model_len: int | None = None,
     sharding: Sharding | None = None,
-    quantization: str | None = None,
-    has_mtp: bool = False,
 ) -> LoadedModel:
     """Check and load a model; with load_format "dummy" the weights are random.
 
-    max_model_len: see `read_model_config`. sharding: of which a part is loaded; None: the whole.
-    quantization: as of EngineConfig. With "int8" weights become codes, from other codes too.
-    has_mtp: with its head for multi-token prediction.
+    With quantization "int8" weights become codes, from other codes too. sharding: of which a part
+    is loaded; None: the whole.
 
     Raises ModelLoadError for anything wrong with the checkpoint, ConfigError if the model cannot be
     divided so, or has no such head.
     """
-    config, shard = read_model_config(folder, max_model_len=max_model_len), WHOLE
-    if load_format != "dummy":
+    config, shard = read_model_config(folder, settings.max_model_len), WHOLE
+    is_dummy, quantization = settings.load_format == "dummy", settings.quantization
+    if not is_dummy:
         config = _as_tied(config, folder, dtype)
-    if has_mtp:
+    if settings.num_mtp:
         config = with_mtp(config)
     if sharding is not None:
         shard, ops = sharding.shard, sharding.sharded(ops, config)
@@ -98,11 +92,11 @@ def load_model(
     num_bytes = sum(map(math.prod, shard.shapes(shapes, config).values())) * dtype.itemsize
     made = _FinalWeights(config, device, dtype, quantization == "int8")
     keeps_codes = ops.takes_codes and quantization in (None, "gguf")
-    if load_format == "dummy":
-        dummy = DummyWeights(config, shard, device, dtype, seed)
+    if is_dummy:
+        dummy = DummyWeights(config, shard, device, dtype, settings.seed)
         decoder = Decoder(part, lambda name: made.weight(name, dummy.part(name)), device, ops)
         held = made.num_bytes - ops.saved_bytes
-        return LoadedModel(config, part, decoder, "random weights", held, made.codes, decoder.mtp)
+        return LoadedModel(config, part, decoder, "random weights", held, made.codes)
     is_wrapped = bool(config.wrapper)
     with _open(folder, is_wrapped) as reader:
         rename_tensors(config, reader)
@@ -124,7 +118,7 @@ def load_model(
     if is_wrapped:
         origin = f"{origin}; {about_others(config.wrapper, reader.others)}"
     held = made.num_bytes - ops.saved_bytes
-    return LoadedModel(config, part, decoder, origin, held, made.codes, decoder.mtp)
+    return LoadedModel(config, part, decoder, origin, held, made.codes)
 
 
 class _FinalWeights:

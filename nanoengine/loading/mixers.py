@@ -57,9 +57,7 @@ def read_pattern(content: CheckedJson) -> list[str]:
 
 
 def read_mixers(content: CheckedJson, num_layers: int) -> list[str]:
-    """The same of Granite 4: each mixer has experts behind it, or each a feed-forward. Raises
-    UnsupportedModelError.
-    """
+    """The same of Granite 4, with experts behind all or none. Raises UnsupportedModelError."""
     listed = content.get("layer_types") or content.get("layers_block_type")
     names = listed if isinstance(listed, list) else []
     kinds = [_KINDS.get(name, "?") if isinstance(name, str) else "?" for name in names]
@@ -85,7 +83,7 @@ def read_mamba(
     layers = tuple(i for i, mixer in enumerate(mixers) if mixer[0] == MAMBA)
     if not layers:
         return None
-    groups, heads, state, head_dim, conv = _KEYS if architecture.pattern else _NEWER
+    groups, heads, state, head_dim, conv = _KEYS if architecture.hybrid == "apart" else _NEWER
     num_key_heads, num_value_heads = read_heads(content, groups, heads)
     if content.get(head_dim) == "auto":
         content.values[head_dim] = _mamba_size(content, architecture) // num_value_heads
@@ -101,7 +99,8 @@ def read_mamba(
         has_bias=content.flag("mamba_proj_bias"),
         has_out_bias=content.flag("projectors_bias"),
     )
-    if architecture.both_mixers and mamba.value_size != _mamba_size(content, architecture):
+    is_beside = architecture.hybrid == "beside"
+    if is_beside and mamba.value_size != _mamba_size(content, architecture):
         raise CorruptModelError(
             f"{content.path}: {mamba.num_value_heads} Mamba heads of {mamba.value_dim} are not the "
             f"{_mamba_size(content, architecture)} numbers of 'mamba_d_ssm' or 'mamba_expand'"
@@ -111,14 +110,14 @@ def read_mamba(
 
 def _mamba_size(content: CheckedJson, architecture: Architecture) -> int:
     """Of all heads of a mixer."""
-    if architecture.both_mixers and content.get("mamba_d_ssm") is not None:
+    if architecture.hybrid == "beside" and content.get("mamba_d_ssm") is not None:
         return content.size("mamba_d_ssm")
     return content.size("mamba_expand") * content.size("hidden_size")
 
 
 def _norm(content: CheckedJson, architecture: Architecture) -> str:
     """As of RecurrentConfig."""
-    if not architecture.both_mixers:
+    if architecture.hybrid != "beside":
         return "after gate"
     if not content.flag("mamba_rms_norm"):
         return "none"
@@ -128,18 +127,18 @@ def _norm(content: CheckedJson, architecture: Architecture) -> str:
 def read_inner_size(content: CheckedJson, architecture: Architecture) -> int:
     """Of a feed-forward; Granite 4's without experts is what would be beside them."""
     experts = architecture.experts
-    if architecture.mixers and experts and content.get("num_local_experts") == 0:
+    if architecture.hybrid == "mixers" and experts and content.get("num_local_experts") == 0:
         return content.size(experts.shared_size)
     return content.size("intermediate_size")
 
 
 def eps_key(architecture: Architecture) -> str:
     """The key of config.json: some have names of their own."""
-    if architecture.short_convs:
+    if architecture.hybrid == "convs":
         return "norm_eps"
     if architecture.layer_norm:
         return "layer_norm_eps"
-    return "layer_norm_epsilon" if architecture.pattern else "rms_norm_eps"
+    return "layer_norm_epsilon" if architecture.hybrid == "apart" else "rms_norm_eps"
 
 
 def mixer_parts(model: ModelConfig, names: Iterable[str]) -> dict[str, Part]:
@@ -147,9 +146,9 @@ def mixer_parts(model: ModelConfig, names: Iterable[str]) -> dict[str, Part]:
     architecture = ARCHITECTURES[model.architecture]
     if architecture.experts is GRANITE_EXPERTS:
         return dict(_granites_parts(model, names))
-    if architecture.both_mixers:
+    if architecture.hybrid == "beside":
         return dict(_falcons_parts(names))
-    if not architecture.pattern:
+    if architecture.hybrid != "apart":
         return {}
     places: list[tuple[int, str, str]] = []  # of each stored layer: the layer, its part, its norm
     for layer in range(model.num_layers):

@@ -61,9 +61,7 @@ def file_digest(path: Path) -> str:
 
 
 def remembered_digest(path: Path) -> str:
-    """`file_digest`, stored and reused while the file's place, size and times stay the same,
-    because models are large.
-    """
+    """`file_digest`, remembered while place, size and times of the file stay the same."""
     status = path.stat()
     times = f"{status.st_mtime_ns}/{status.st_ctime_ns}"
     asked = f"{path.resolve()}/{status.st_ino}/{status.st_size}/{times}"
@@ -280,9 +278,7 @@ def _install(staging: Path, final: Path) -> None:
 
 
 def _remove_at_once(folder: Path) -> None:
-    """Nobody sees half of it: it first gets the name of an unfinished one, for which a full disk
-    has room.
-    """
+    """It first gets the name of an unfinished one, even on a full disk: nobody sees half of it."""
     aside = folder.with_name(f"{STAGING_PREFIX}{folder.name}-{uuid.uuid4().hex}")
     os.replace(folder, aside)
     shutil.rmtree(aside, ignore_errors=True)

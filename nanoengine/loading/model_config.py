@@ -118,7 +118,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         final_logit_softcap=_softcap(content, reads),
         wrapper=wrapper,
         recurrent=_recurrent(content, architecture, mixers, num_layers),
-        attends_beside=architecture.both_mixers,
+        attends_beside=architecture.hybrid == "beside",
         bare_layers=tuple(i for i, mixer in enumerate(mixers) if mixer in (MAMBA, ATTENTION)),
         experts=read_experts(content, architecture.experts, num_layers, mixers),
         shapes=shapes,
@@ -130,7 +130,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         has_qk_norm="use_qk_norm" not in reads or content.flag("use_qk_norm"),
         factors=_factors(content, reads),
     )
-    config = with_multipliers(config, content) if architecture.both_mixers else config
+    config = with_multipliers(config, content) if config.attends_beside else config
     return _with_good_heads(config, content.path)
 
 
@@ -138,9 +138,9 @@ def _complete(content: CheckedJson, architecture: Architecture) -> None:
     """Fill in what is missing. Raises as `_refuse_settings`."""
     content.fill(architecture.defaults)
     content.values["quantization_config"] = quantization_of(content.path.parent, content.values)
-    if architecture.short_convs:
+    if architecture.hybrid == "convs":
         with_newer_keys(content)
-    if architecture.kimi:
+    if architecture.hybrid == "kimi":
         with_usual_keys(content)
     _refuse_settings(content, architecture)
 
@@ -215,12 +215,12 @@ def _unwrap(content: CheckedJson, wrapper: str) -> str:
 
 def _layers(content: CheckedJson, architecture: Architecture) -> tuple[list[str], int]:
     """As mixers.read_pattern, [] for other architectures; and the number of layers."""
-    if architecture.pattern:
+    if architecture.hybrid == "apart":
         mixers = read_pattern(content)
         return mixers, len(mixers)
     num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
-    mixers = read_mixers(content, num_layers) if architecture.mixers else []
-    return [BOTH] * num_layers if architecture.both_mixers else mixers, num_layers
+    mixers = read_mixers(content, num_layers) if architecture.hybrid == "mixers" else []
+    return [BOTH] * num_layers if architecture.hybrid == "beside" else mixers, num_layers
 
 
 def _with_good_heads(config: ModelConfig, path: Path) -> ModelConfig:
@@ -268,8 +268,8 @@ def _no_rope_layers(
     zeros in a list, or the last layer of each interval.
     """
     num_layers = len(windows)
-    has_none = architecture.mixers and content.get("position_embedding_type") != "rope"
-    if architecture.pattern or architecture.kimi or has_none:
+    has_none = architecture.hybrid == "mixers" and content.get("position_embedding_type") != "rope"
+    if architecture.hybrid in ("apart", "kimi") or has_none:
         return tuple(range(num_layers))
     if architecture.ropes_in_windows and content.get("sliding_window") is not None:
         return tuple(i for i, window in enumerate(windows) if window is None)
@@ -292,13 +292,13 @@ def _recurrent(
     content: CheckedJson, architecture: Architecture, mixers: list[str], num_layers: int
 ) -> AnyRecurrent | None:
     """The recurrent layers; None if all have attention."""
-    if architecture.short_convs:
+    if architecture.hybrid == "convs":
         return read_short_convs(content, num_layers)
-    if architecture.kimi:
+    if architecture.hybrid == "kimi":
         return read_kimi(content, num_layers)
     if mixers:
         return read_mamba(content, mixers, architecture)
-    if not architecture.recurrent:
+    if architecture.hybrid != "delta":
         return None
     keys, values = read_heads(content, "linear_num_key_heads", "linear_num_value_heads")
     rule = RecurrentConfig(
@@ -372,8 +372,8 @@ def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
 
 def _has_window(content: CheckedJson, architecture: Architecture) -> bool:
     layer_types = content.get("layer_types")
-    known = (FULL, RECURRENT) if architecture.recurrent else (FULL,)
-    has_others = architecture.mixers or architecture.both_mixers or architecture.short_convs
+    known = (FULL, RECURRENT) if architecture.projections else (FULL,)
+    has_others = architecture.hybrid in ("mixers", "beside", "convs")
     is_listed = isinstance(layer_types, list) and not has_others
     if is_listed and any(kind not in known for kind in layer_types):
         return True

@@ -64,7 +64,7 @@ def read_adjusted_size(content: CheckedJson) -> int:
 
 def short_conv_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[str, Part]]:
     """Where tensors lie that `weight_shapes` has other names for, but those of experts."""
-    if not ARCHITECTURES[model.architecture].short_convs:
+    if ARCHITECTURES[model.architecture].hybrid != "convs":
         return
     for name in names:
         if name == "model.embedding_norm.weight":

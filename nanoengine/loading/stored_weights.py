@@ -69,7 +69,6 @@ class _Tensors:
         return ()
 
     def rename(self, parts: Mapping[str, Part]) -> None:
-        """As CheckpointReader.rename."""
         lost = {part.stored for part in parts.values()}
         kept = {name: form for name, form in self.forms.items() if name not in lost}
         self.forms = kept | {name: self.forms[part.stored] for name, part in parts.items()}

@@ -44,9 +44,7 @@ class Xielu:
         return cls(up, beta.item() + down, beta.item(), eps.item())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Over x, contiguous, and x. In double: the last elements of a vector go through other code
-        than the first.
-        """
+        """Over x, contiguous. In double: the last elements of a vector go through other code."""
         for piece in torch.split(x.view(-1), XIELU_PIECE):
             wide = piece.double()
             above = wide.square().mul_(self.alpha_p)
@@ -69,9 +67,7 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate_up: Tensor) -> Tensor:
-    """gate * sigmoid(1.702 gate) * (up + 1) of [tokens, 2 * dim], where gate is at most 7 and up is
-    within 7 of 0: that of gpt-oss.
-    """
+    """gate * sigmoid(1.702 gate) * (up + 1) of [tokens, 2 * dim], clamped at 7: that of gpt-oss."""
     gate, up = gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))

@@ -89,13 +89,13 @@ class Architecture:
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
     output_gate: q_proj gives a gate for each head beside its query; what a head attends to is
     multiplied by the gate's sigmoid.
-    recurrent: the projections of layers with a gated delta rule, if it has such layers; config.json
-    says which ones. pattern: a checkpoint's layers are a mixer (Mamba-2's or attention) or a
-    feed-forward each, by `hybrid_override_pattern`; see loading/mixers.py. mixers: each is such a
-    mixer, by `layer_types`, and a feed-forward. both_mixers: each is a Mamba-2 mixer, attention
-    beside it and a feed-forward. short_convs: some layers have a gated short convolution, see
-    loading/short_convs.py. kimi: the rule of `recurrent` is Kimi's, and no layer turns; see
-    loading/kimi.py.
+    hybrid: what a checkpoint's layers have in place of attention, or beside it; "": nothing.
+    "delta": some have a gated delta rule, as config.json says. "kimi": that of Kimi, and no layer
+    turns; see loading/kimi.py. "convs": some have a gated short convolution, see
+    loading/short_convs.py. Of Mamba-2, see loading/mixers.py: "apart": each is a mixer (Mamba-2's
+    or attention) or a feed-forward; "mixers": each is such a mixer and a feed-forward; "beside":
+    each is a Mamba-2 mixer, attention beside it and a feed-forward.
+    projections: of layers with a delta rule.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
     ropes_in_windows: where config.json has a window, layers without one do not rotate.
@@ -133,12 +133,8 @@ class Architecture:
     mtp: str = ""
     scales_embeddings: bool = False
     output_gate: bool = False
-    recurrent: tuple[str, ...] = ()
-    pattern: bool = False
-    mixers: bool = False
-    both_mixers: bool = False
-    short_convs: bool = False
-    kimi: bool = False
+    hybrid: str = ""
+    projections: tuple[str, ...] = ()
     windows: str = ""
     ropes_in_windows: bool = False
     ropes_by_kind: bool = False

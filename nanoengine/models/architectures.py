@@ -5,39 +5,54 @@ from __future__ import annotations
 from nanoengine.models.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
 from nanoengine.models.architecture import Architecture, ExpertNames, NormNames
 from nanoengine.models.families import (
-    APERTUS,
     CHOOSES_BY_SIGMOID,
     COHERE,
     COHERE_DEFAULTS,
-    DOTS,
     ERNIE,
     ERNIE_DEFAULTS,
-    FALCON_H1,
     GEMMA_4,
     GEMMA_4_DEFAULTS,
     GEMMA_NORMS,
     GLM,
     GRANITE_EXPERTS,
-    GRANITE_HYBRID,
     GRANITE_MULTIPLIERS,
     HUNYUAN,
-    HYBRID,
-    HYBRID_EXPERTS,
-    HYBRID_ROW,
-    KIMI,
     LATENT,
     LATENT_DEFAULTS,
     LATENT_REQUIRES,
-    LFM2,
-    LFM2_DEFAULTS,
-    MINIMAX,
     NORMS_AFTER,
     OLMO,
     SCORES_BY_SIGMOID,
 )
+from nanoengine.models.hybrids import HYBRIDS
 
-ARCHITECTURES = {
-    "ApertusForCausalLM": Architecture("Apertus (8B, 70B)", **APERTUS),
+_ALL_ATTENTION = {  # in all layers
+    "ApertusForCausalLM": Architecture(
+        "Apertus (8B, 70B)",
+        norms=NormNames(before_attention="attention_layernorm", before_mlp="feedforward_layernorm"),
+        qk_norm="head",
+        activation="xielu",
+        is_gated=False,
+        requires={
+            "hidden_act": (None, "xielu"),
+            "mlp_bias": (None, False),
+            "post_norm": (None, False),
+            "qk_norm": (None, True),
+        },
+        defaults={
+            "max_position_embeddings": 65536,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 12e6,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12e6,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
     "ArceeForCausalLM": Architecture(
         "Arcee AFM (4.5B)",
         activation="relu2",
@@ -98,7 +113,24 @@ ARCHITECTURES = {
             "routed_scaling_factor": 2.5,
         },
     ),
-    "Dots1ForCausalLM": Architecture("dots.llm1 (142B)", **DOTS),
+    "Dots1ForCausalLM": Architecture(
+        "dots.llm1 (142B)",
+        qk_norm="head",
+        windows="layer_types",
+        experts=SCORES_BY_SIGMOID,
+        requires={
+            "hidden_act": (None, "silu"),
+            "scoring_func": (None, "sigmoid", "noaux_tc"),
+            "topk_method": (None, "noaux_tc"),
+        },
+        defaults={
+            "first_k_dense_replace": 0,
+            "max_window_layers": 62,
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "use_sliding_window": True,
+        },
+    ),
     "Ernie4_5ForCausalLM": Architecture(
         "ERNIE 4.5 (0.3B)",
         **ERNIE,
@@ -138,7 +170,6 @@ ARCHITECTURES = {
             "sliding_window_pattern": 4,
         },
     ),
-    "FalconH1ForCausalLM": Architecture("Falcon-H1 (0.5B to 34B, also H1R)", **FALCON_H1),
     "Gemma3ForCausalLM": Architecture(
         "Gemma 3 (270M to 27B)",
         norms=GEMMA_NORMS,
@@ -278,9 +309,6 @@ ARCHITECTURES = {
         experts=ExpertNames("intermediate_size", True, "block_sparse_moe", router="router"),
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
     ),
-    "GraniteMoeHybridForCausalLM": Architecture(
-        "Granite 4.0 (Micro, H Micro, H Tiny, H Small)", **GRANITE_HYBRID
-    ),
     "GraniteMoeSharedForCausalLM": Architecture(
         "Granite 3 with a shared expert",
         reads=GRANITE_MULTIPLIERS,
@@ -305,45 +333,40 @@ ARCHITECTURES = {
             top_k="moe_topk",
         ),
     ),
-    "KimiLinearForCausalLM": Architecture("Kimi Linear (48B-A3B)", **KIMI),
-    "Lfm2ForCausalLM": Architecture(
-        "LFM2 and LFM2.5 (350M to 2.6B)",
-        **LFM2,
-        reads=("block_auto_adjust_ff_dim",),
-        defaults=LFM2_DEFAULTS
-        | {
-            "hidden_size": 2560,
-            "intermediate_size": 12288,
-            "block_auto_adjust_ff_dim": True,
-            "block_ffn_dim_multiplier": 1.0,
-            "block_multiple_of": 256,
-        },
-    ),
-    "Lfm2MoeForCausalLM": Architecture(
-        "LFM2 with experts (8B-A1B, 24B-A2B)",
-        **LFM2,
-        experts=ExpertNames(
-            block="feed_forward",
-            parts=("w1", "w3", "w2"),
-            scoring="sigmoid",
-            has_choice_bias=True,
-            least_sum=1e-6,
-        ),
-        defaults=LFM2_DEFAULTS
-        | {
-            "hidden_size": 2048,
-            "intermediate_size": 7168,
-            "moe_intermediate_size": 1792,
-            "num_dense_layers": 2,
-            "num_experts": 32,
-            "num_experts_per_tok": 4,
-            "norm_topk_prob": True,
-        },
-    ),
     "LlamaForCausalLM": Architecture(
         "Llama 2 to 3.3 and models of its shape, as SmolLM2 and TinyLlama"
     ),
-    "MiniMaxM2ForCausalLM": Architecture("MiniMax-M2 (230B)", **MINIMAX),
+    "MiniMaxM2ForCausalLM": Architecture(
+        "MiniMax-M2 (230B)",
+        qk_norm="all heads",
+        experts=ExpertNames(
+            "intermediate_size",
+            True,
+            "block_sparse_moe",
+            ("w1", "w3", "w2"),
+            scoring="sigmoid",
+            has_choice_bias=True,
+        ),
+        reads=("partial_rotary_factor", "rotary_dim"),
+        requires={
+            "hidden_act": (None, "silu"),
+            "attention_bias": (None, False),
+            "qk_norm_type": (None, "per_layer"),
+            "scoring_func": (None, "sigmoid"),
+            "shared_intermediate_size": (None, 0),
+            "use_qk_norm": (None, True),
+            "use_routing_bias": (None, True),
+        },
+        own_code=("modeling_minimax_m2.MiniMaxM2ForCausalLM",),
+        defaults={
+            "head_dim": 128,
+            "max_position_embeddings": 196608,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": 8,
+            "num_local_experts": 256,
+            "rope_theta": 5e6,
+        },
+    ),
     "Ministral3ForCausalLM": Architecture(
         "Ministral 3 (3B, 8B, 14B) and Devstral 2 (24B, 123B)",
         windows="every layer",
@@ -381,55 +404,6 @@ ARCHITECTURES = {
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
             "sliding_window": None,
-        },
-    ),
-    "NemotronHForCausalLM": Architecture(
-        "Nemotron-H, Nemotron Nano v2 (9B, 12B) and Nemotron 3 Nano (30B-A3B)",
-        norm_offset=0.0,
-        activation="relu2",
-        is_gated=False,
-        pattern=True,
-        experts=ExpertNames(
-            scoring="sigmoid",
-            has_choice_bias=True,
-            group_best=2,
-            shared="shared_experts",
-            shared_size="moe_shared_expert_intermediate_size",
-        ),
-        requires={
-            "mlp_hidden_act": (None, "relu2"),
-            "mamba_hidden_act": (None, "silu"),
-            "mlp_bias": (None, False),
-            "use_bias": (None, False),
-            "mamba_proj_bias": (None, False),
-            "use_conv_bias": (None, True),
-            "mamba_conv_bias": (None, True),
-            "residual_in_fp32": (None, False),
-            "attention_bias": (None, False),
-            "mamba_ssm_cache_dtype": (None, "float32"),
-            "moe_latent_size": (None,),
-            "n_shared_experts": (None, 1),
-        },
-        own_code=("modeling_nemotron_h.NemotronHForCausalLM",),
-        defaults={
-            "vocab_size": 131072,
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 4096,
-            "intermediate_size": 21504,
-            "layer_norm_epsilon": 1e-5,
-            "ssm_state_size": 128,
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 64,
-            "n_groups": 8,
-            "conv_kernel": 4,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 7688,
-            "moe_shared_expert_intermediate_size": 7688,
-            "norm_topk_prob": True,
         },
     ),
     "Olmo2ForCausalLM": Architecture(
@@ -510,48 +484,6 @@ ARCHITECTURES = {
             "moe_intermediate_size": 768,
         },
     ),
-    "Qwen3NextForCausalLM": Architecture(
-        "Qwen3-Next (80B-A3B, Coder)",
-        **HYBRID_ROW,
-        recurrent=("qkvz", "ba"),
-        experts=ExpertNames(
-            shared="shared_expert",
-            shared_size="shared_expert_intermediate_size",
-            has_shared_gate=True,
-        ),
-        defaults={
-            **HYBRID,
-            **HYBRID_EXPERTS,
-            "intermediate_size": 5632,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "norm_topk_prob": True,
-        },
-    ),
-    "Qwen3_5ForCausalLM": Architecture(
-        "Qwen 3.5 and 3.6 (dense, 0.8B to 27B)",
-        **HYBRID_ROW,
-        recurrent=("qkv", "z", "b", "a"),
-        defaults={**HYBRID, "num_key_value_heads": 4},
-    ),
-    "Qwen3_5MoeForCausalLM": Architecture(
-        "Qwen 3.5 and 3.6 with experts (35B-A3B to 397B-A17B)",
-        **HYBRID_ROW,
-        recurrent=("qkv", "z", "b", "a"),
-        experts=ExpertNames(
-            renormalises=True,
-            shared="shared_expert",
-            shared_size="shared_expert_intermediate_size",
-            has_shared_gate=True,
-        ),
-        defaults={
-            **HYBRID,
-            **HYBRID_EXPERTS,
-            "intermediate_size": 512,  # of no layer: all have experts
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-        },
-    ),
     "SeedOssForCausalLM": Architecture(
         "Seed-OSS (36B)",
         out_bias=False,
@@ -574,3 +506,4 @@ ARCHITECTURES = {
         },
     ),
 }
+ARCHITECTURES = dict(sorted((_ALL_ATTENTION | HYBRIDS).items()))

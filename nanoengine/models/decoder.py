@@ -18,16 +18,10 @@ from nanoengine.config.model import ModelConfig
 from nanoengine.context import ForwardContext, ReplayKey
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.layer_builder import LayerBuilder, LayerParts, rotations
-from nanoengine.models.layer_ops import (
-    AfterAttention,
-    LayerOps,
-    NormedProduct,
-    Product,
-    head_logits,
-    num_runs,
-)
+from nanoengine.models.layer_ops import AfterAttention, LayerOps
 from nanoengine.models.layers import AnyAttention, LayerEnd, MixerBeside
-from nanoengine.models.mtp import MtpLayer
+from nanoengine.models.mtp import MtpHead, MtpLayer
+from nanoengine.models.products import NormedProduct, Product, head_logits, num_runs
 from nanoengine.models.recurrent_builder import TensorSource
 from nanoengine.models.rope import Angles, Rotary
 
@@ -63,6 +57,11 @@ def _without_mlp(ops: LayerOps, out: Product, next_qkv: Product | None) -> After
 class Model(Protocol):
     """What runs the steps of a model (Decoder)."""
 
+    @property
+    def mtp(self) -> MtpHead | None:
+        """The head for multi-token prediction; None: there is none, or nobody asks for it."""
+        ...
+
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Residual stream after the last layer, [tokens, hidden]; the next call overwrites it."""
         ...
@@ -75,12 +74,12 @@ class Model(Protocol):
 
     @property
     def num_runs(self) -> int:
-        """As layer_ops.num_runs."""
+        """As products.num_runs."""
         ...
 
     def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
         """[rows, hidden] -> [rows, vocab], in the dtype of the weights or in fp32. runs: of tokens
-        that a draft is chosen among, as in layer_ops.PartedHead; None: all.
+        that a draft is chosen among, as in products.PartedHead; None: all.
         """
         ...
 
@@ -92,8 +91,7 @@ class Decoder:
         self, config: ModelConfig, source: TensorSource, device: torch.device, ops: LayerOps
     ) -> None:
         """`source` gives each tensor of `weight_shapes(config)` once, on `device` and in the final
-        dtype; matrices may be codes if `ops` takes these. mtp: the head for multi-token prediction;
-        None: the model has none, or nobody asks for it.
+        dtype; matrices may be codes if `ops` takes these.
         """
         builder = LayerBuilder(config, source, ops)
         self._embed, self._head, last_norm = builder.ends()
@@ -117,7 +115,7 @@ class Decoder:
             ends = self._embed, last_norm, self._head
             rotary = Rotary([config.rope], config.head_dim, device)
             self.mtp = MtpLayer(ops, builder.mtp(), ends, rotary)
-            self._head = NormedProduct(ops, last_norm, self._head)
+            self._head = NormedProduct(ops.rms_norm, last_norm, self._head)
 
     @staticmethod
     def _layer(ops: LayerOps, part: LayerParts, next_qkv: Product | None, rope: int) -> _Layer:
@@ -133,11 +131,10 @@ class Decoder:
         return _Layer(part.attention, after_attention, rope, LayerEnd(ops, *part.end, next_qkv))
 
     def forward(self, ctx: ForwardContext) -> Tensor:
-        """Residual stream after the last layer, [tokens, hidden]; the next call overwrites it."""
         return last(self.layers(ctx))
 
     def layers(self, ctx: ForwardContext) -> Generator[Tensor]:
-        """See Model. A step that is replayed is one layer."""
+        """A step that is replayed is one layer."""
         x = self._embed(ctx.token_ids)
         inputs = () if self._inputs is None else (self._inputs(ctx.token_ids, x),)
         angles = [rotary.angles(ctx.positions) for rotary in self._rotaries]
@@ -183,11 +180,10 @@ class Decoder:
 
     @property
     def num_runs(self) -> int:
-        """As Model.num_runs."""
         return num_runs(self._head)
 
     def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
-        """As Model.logits. A cap makes the least that it lets through of -inf, hardly a chance."""
+        """A cap makes the least that it lets through of -inf, hardly a chance."""
         logits, softcap = head_logits(self._head, x, runs), self._logit_softcap
         if self._logit_divisor != 1:
             logits.div_(self._logit_divisor)

@@ -7,7 +7,8 @@ from functools import partial
 from torch import Tensor
 
 from nanoengine.models.experts import Map, MixtureWeights, Router
-from nanoengine.models.layer_ops import MLP, LayerOps, Norm, Product, normed, parts_of_expert
+from nanoengine.models.layer_ops import LayerOps, parts_of_expert
+from nanoengine.models.products import MLP, Norm, Product, normed
 
 
 def make_mixture(
@@ -24,7 +25,7 @@ def make_mixture(
     if weights.shared is not None:
         shared = MLP(*parts_of_expert(ops, weights.shared, activation))
         mixture = _beside(ops, mixture, shared, weights.shared_gate)
-    return normed(ops, norm, mixture)
+    return normed(ops.rms_norm, norm, mixture)
 
 
 def _beside(ops: LayerOps, mixture: Product, shared: Product, gate: Tensor | None) -> Product:

@@ -131,9 +131,7 @@ class Experts:
 
 
 class GroupedExperts:
-    """The same in two products for all experts, while the host waits for nothing: for a GPU, which
-    can replay it.
-    """
+    """The same in two products, and the host waits for nothing: a GPU can replay it."""
 
     def __init__(
         self,
@@ -143,9 +141,7 @@ class GroupedExperts:
         gated: Map,
         gather: Map | None,
     ) -> None:
-        """gated: activation(gate) * up of [rows, 2 * inner], or relu2 of [rows, inner]. gather: as
-        of Experts.
-        """
+        """gated: activation(gate) * up of [rows, 2 * inner], or relu2 of [rows, inner]."""
         self._router, self._gated, self._gather = router, gated, gather
         biases: list[tuple[Tensor, Tensor]] = []
         for index, expert in enumerate(experts):

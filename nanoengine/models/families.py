@@ -2,77 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import Any
 
 from nanoengine.models.architecture import ExpertNames, NormNames
 
-# config.json of Qwen3-Next and of Qwen 3.5, which differ in the order of projections.
-HYBRID: dict[str, Any] = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "num_attention_heads": 16,
-    "max_position_embeddings": 32768,
-    "partial_rotary_factor": 0.25,
-}
 # In the order of a GGUF, whose codes cannot move: RecurrentConfig.out_tiles. Conversions say so.
 OUT_IS_TILED = "linear_out_proj_is_tiled"
-HYBRID_READS = (
-    "partial_rotary_factor",
-    OUT_IS_TILED,
-    *(key for key in HYBRID if key.startswith("linear_")),
-)
-HYBRID_REQUIRES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": (None, "silu", "swish"),
-    "attn_output_gate": (None, True),
-    "mamba_ssm_dtype": (None, "float32"),
-}
-HYBRID_ROW: dict[str, Any] = {
-    "norm_offset": 1.0,
-    "qk_norm": "head",
-    "output_gate": True,
-    "mtp": "mtp",
-    "reads": HYBRID_READS,
-    "requires": HYBRID_REQUIRES,
-}
-HYBRID_EXPERTS = {
-    "num_key_value_heads": 2,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
-
-# Apertus.
-APERTUS: dict[str, Any] = {
-    "norms": NormNames(before_attention="attention_layernorm", before_mlp="feedforward_layernorm"),
-    "qk_norm": "head",
-    "activation": "xielu",
-    "is_gated": False,
-    "requires": {
-        "hidden_act": (None, "xielu"),
-        "mlp_bias": (None, False),
-        "post_norm": (None, False),
-        "qk_norm": (None, True),
-    },
-    "defaults": {
-        "max_position_embeddings": 65536,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 12e6,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 12e6,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-}
 # Cohere's, without norms of q and k.
 COHERE: dict[str, Any] = {
     "norms": NormNames(before_mlp=""),
@@ -175,24 +110,6 @@ GLM: dict[str, Any] = {
 SCORES_BY_SIGMOID = ExpertNames(
     scoring="sigmoid", has_choice_bias=True, group_best=2, shared="shared_experts"
 )
-# dots.llm1.
-DOTS: dict[str, Any] = {
-    "qk_norm": "head",
-    "windows": "layer_types",
-    "experts": SCORES_BY_SIGMOID,
-    "requires": {
-        "hidden_act": (None, "silu"),
-        "scoring_func": (None, "sigmoid", "noaux_tc"),
-        "topk_method": (None, "noaux_tc"),
-    },
-    "defaults": {
-        "first_k_dense_replace": 0,
-        "max_window_layers": 62,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "use_sliding_window": True,
-    },
-}
 # transformers reads neither key; the code that came with DeepSeek-V3 and vLLM do.
 CHOOSES_BY_SIGMOID = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
 LATENT_REQUIRES = {
@@ -211,33 +128,6 @@ LATENT_DEFAULTS: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "v_head_dim": 128,
 }
-# Kimi Linear.
-KIMI: dict[str, Any] = {
-    "latent": True,
-    "kimi": True,
-    "recurrent": ("q", "k", "v", "b", "f_a", "g_a"),
-    "experts": replace(SCORES_BY_SIGMOID, block="block_sparse_moe", parts=("w1", "w3", "w2")),
-    "requires": LATENT_REQUIRES
-    | {"mla_use_nope": (None, True), "moe_router_activation_func": (None, "sigmoid")},
-    "own_code": ("modeling_kimi.KimiLinearModel", "modeling_kimi.KimiLinearForCausalLM"),
-    "defaults": LATENT_DEFAULTS
-    | {
-        "first_k_dense_replace": 1,
-        "linear_conv_kernel_dim": 4,
-        "linear_head_dim": 128,
-        "linear_num_heads": 32,
-        "max_position_embeddings": 1048576,
-        "moe_intermediate_size": 1024,
-        "n_group": 1,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "rms_norm_eps": 1e-5,
-        "routed_scaling_factor": 2.446,
-        "topk_group": 1,
-    },
-}
 # Of the scores, the embeddings, what is added to the residual stream, and (divided by) the logits.
 GRANITE_MULTIPLIERS = (
     "attention_multiplier",
@@ -253,72 +143,6 @@ GRANITE_EXPERTS = ExpertNames(
     shared="shared_expert",
     shared_size="shared_intermediate_size",
 )
-NO_LIMIT = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
-# Granite 4.
-GRANITE_HYBRID: dict[str, Any] = {
-    "mixers": True,
-    "reads": GRANITE_MULTIPLIERS,
-    "experts": GRANITE_EXPERTS,
-    "requires": {
-        "hidden_act": (None, "silu", "swish"),
-        "mamba_conv_bias": (None, True),
-        "mamba_proj_bias": (None, False),
-        "time_step_limit": NO_LIMIT,
-    },
-    "defaults": {
-        "mamba_d_conv": 4,
-        "mamba_d_head": "auto",
-        "mamba_d_state": 256,
-        "mamba_expand": 2,
-        "mamba_n_groups": 1,
-        "mamba_n_heads": 128,
-        "num_experts_per_tok": 2,
-        "num_local_experts": 8,
-        "shared_intermediate_size": 1024,
-    },
-}
-# Falcon-H1. A list of multipliers is read if there is one.
-FALCON_H1: dict[str, Any] = {
-    "norms": NormNames(before_mlp="pre_ff_layernorm"),
-    "both_mixers": True,
-    "reads": ("embedding_multiplier", "lm_head_multiplier"),
-    "requires": {
-        "hidden_act": (None, "silu", "swish"),
-        "mamba_conv_bias": (None, True),
-        "time_step_limit": NO_LIMIT,
-    },
-    "defaults": {
-        "mamba_d_conv": 4,
-        "mamba_d_head": "auto",
-        "mamba_d_ssm": 1024,
-        "mamba_d_state": 256,
-        "mamba_expand": 2,
-        "mamba_n_groups": 1,
-        "mamba_n_heads": 128,
-        "mamba_norm_before_gate": True,
-        "max_position_embeddings": 8192,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-    },
-}
-# LFM2.
-LFM2: dict[str, Any] = {
-    "norms": NormNames(before_attention="operator_norm", before_mlp="ffn_norm"),
-    "qk_norm": "head",
-    "norms_of_heads": ("q_layernorm", "k_layernorm"),
-    "short_convs": True,
-}
-LFM2_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 65536,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "conv_L_cache": 3,
-    "max_position_embeddings": 128000,
-    "norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}
 NORMS_AFTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 HUNYUAN: dict[str, Any] = {
     "qk_norm": "head",
@@ -346,35 +170,4 @@ OLMO: dict[str, Any] = {
     "norm_offset": 0.0,
     "qk_norm": "all heads",
     "requires": {"hidden_act": (None, "silu")},
-}
-# MiniMax-M2.
-MINIMAX: dict[str, Any] = {
-    "qk_norm": "all heads",
-    "experts": ExpertNames(
-        "intermediate_size",
-        True,
-        "block_sparse_moe",
-        ("w1", "w3", "w2"),
-        scoring="sigmoid",
-        has_choice_bias=True,
-    ),
-    "reads": ("partial_rotary_factor", "rotary_dim"),
-    "requires": {
-        "hidden_act": (None, "silu"),
-        "attention_bias": (None, False),
-        "qk_norm_type": (None, "per_layer"),
-        "scoring_func": (None, "sigmoid"),
-        "shared_intermediate_size": (None, 0),
-        "use_qk_norm": (None, True),
-        "use_routing_bias": (None, True),
-    },
-    "own_code": ("modeling_minimax_m2.MiniMaxM2ForCausalLM",),
-    "defaults": {
-        "head_dim": 128,
-        "max_position_embeddings": 196608,
-        "num_experts_per_tok": 8,
-        "num_key_value_heads": 8,
-        "num_local_experts": 256,
-        "rope_theta": 5e6,
-    },
 }

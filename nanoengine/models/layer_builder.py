@@ -17,7 +17,7 @@ from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.expert_layer import make_mixture
 from nanoengine.models.experts import ExpertWeights, Map, MixtureWeights, Routing
 from nanoengine.models.latent import LATENT_NORM_EPS, absorbed, head_rows, latent_rows
-from nanoengine.models.layer_ops import MLP, Embed, LayerOps, Norm, Product
+from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.layers import (
     AnyAttention,
     Attention,
@@ -29,6 +29,7 @@ from nanoengine.models.layers import (
     SharedKVAttention,
 )
 from nanoengine.models.mtp import MtpParts
+from nanoengine.models.products import MLP, Embed, Norm, Product
 from nanoengine.models.recurrent_builder import (
     Projection,
     TensorSource,

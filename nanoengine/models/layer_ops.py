@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,61 +27,21 @@ from nanoengine.models.experts import (
     route,
     sigmoid,
 )
+from nanoengine.models.products import Embed, Linear, Norm, Product, TiledProduct, Tiles, normed
 from nanoengine.models.rules import RecurrentNet, recurrence
 from nanoengine.models.stored_codes import Weight, joined, numbers_of
 
-# [tokens, in_features] -> [tokens, out_features], the norm, bias and activation included.
-Product = Callable[[Tensor], Tensor]
-Embed = Callable[[Tensor], Tensor]  # int64 [tokens] -> [tokens, hidden]
 # (x, attended) -> the next layer's qkv, or x after the last layer. Adds to x in place.
 AfterAttention = Callable[[Tensor, Tensor], Tensor]
-RUN = 64  # token ids side by side: of the first run 0 to 63
-
-
-@runtime_checkable
-class PartedHead(Protocol):
-    """An output head that may be asked for the logits of some tokens alone."""
-
-    num_runs: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]."""
-        ...
-
-    def of_runs(self, x: Tensor, runs: Tensor) -> Tensor:
-        """As logits of all tokens, for those of `runs`, int64 [n]; the others have -inf."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """RMSNorm: x / rms(x) * weight (arXiv 1910.07467), in fp32 until x / rms(x) is rounded to the
-    dtype of the weight. So with a weight in fp32 only the result is rounded.
-    """
-
-    weight: Tensor
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The order of heads in a weight's inputs: so many tiles, each with one head of every group.
-
-    Activations have the heads of a group, `count`, side by side. size: numbers of a head.
-    """
-
-    count: int
-    size: int
 
 
 class LayerOps(Protocol):
-    """Makes the products of a model and runs the small operators between them: as an interface, and
-    in plain PyTorch, which runs anywhere.
-    """
+    """Products of a model and the small operators between them; in PyTorch, which runs anywhere."""
 
     is_batch_invariant: bool = False  # whether the bits of a row depend on that row alone
     takes_codes: bool = False  # whether weights may be codes
     packs: bool = False  # whether products hold copies of weights, in a form of their own
+    replays_graphs: bool = False  # whether parts of steps may be replayed as graphs of a GPU
 
     @property
     def saved_bytes(self) -> int:
@@ -93,7 +52,7 @@ class LayerOps(Protocol):
         self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:
         """norm(x) @ weight.T + bias; weight is [out_features, in_features]."""
-        return normed(self, norm, Linear(numbers_of(weight), bias))
+        return normed(self.rms_norm, norm, Linear(numbers_of(weight), bias))
 
     def whole(self, weight: Weight) -> Product:
         """x @ weight.T with as many outputs as the residual stream: all of them on every rank."""
@@ -106,7 +65,7 @@ class LayerOps(Protocol):
         the weight's inputs, where it is not that of x.
         """
         product = self.linear(weight, bias)
-        return product if tiles is None else TiledProduct(self, tiles, product)
+        return product if tiles is None else TiledProduct(self.copy, tiles, product)
 
     def per_head(self, weights: Tensor) -> Product:
         """Each head's own product: weights [heads, outputs, inputs], x [tokens, heads, inputs],
@@ -118,12 +77,10 @@ class LayerOps(Protocol):
     def gate_up(
         self, gate: Weight, up: Weight, bias: Tensor | None, norm: Norm | None, activation: str
     ) -> Product:
-        """activation(gate(norm(x))) * up(norm(x)) (arXiv 2002.05202); see activations.GATED. bias:
-        of gate, then of up.
-        """
+        """activation(gate(norm(x))) * up(norm(x)) (arXiv 2002.05202). bias: of gate, then of up."""
         both = self.linear(joined([gate, up]), bias)
         gated = self.gated(activation)
-        return normed(self, norm, lambda x: gated(both(x)))
+        return normed(self.rms_norm, norm, lambda x: gated(both(x)))
 
     def head(self, weight: Weight, norm: Norm | None) -> Product:
         """The product that gives the logits; its weight is never quantised."""
@@ -136,7 +93,7 @@ class LayerOps(Protocol):
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """The embedding and the head that share one weight, which is held once if possible."""
         # What oneDNN reorders is held twice.
-        return self.embedding(weight), normed(self, norm, Linear(numbers_of(weight)))
+        return self.embedding(weight), normed(self.rms_norm, norm, Linear(numbers_of(weight)))
 
     def router(self, weight: Tensor, bias: Tensor | None = None) -> Product:
         """x @ weight.T + bias in fp32; the weight is never quantised."""
@@ -207,9 +164,7 @@ class LayerOps(Protocol):
         return run
 
     def layer_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """LayerNorm without a bias (arXiv 1607.06450) of x, [tokens, dim]: (x - mean) / sd * weight
-        in fp32, rounded once.
-        """
+        """LayerNorm without a bias (arXiv 1607.06450) of [tokens, dim] in fp32, rounded once."""
         return functional.layer_norm(x, x.shape[-1:], norm.weight, None, norm.eps)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -219,9 +174,7 @@ class LayerOps(Protocol):
         return (norm.weight * (wide * scale).to(norm.weight.dtype)).to(x.dtype)
 
     def rms_norm_of_all(self, x: Tensor, norm: Norm) -> Tensor:
-        """Normalise all heads of a token at once; x is [tokens, heads, dim]. A rank has some of
-        the heads that the norm is of.
-        """
+        """Normalise all heads of a token at once; x: [tokens, heads, dim], perhaps of a rank."""
         return self.rms_norm(x.view(len(x), -1), norm).view(x.shape)
 
     def exchange(self, x: Tensor) -> Tensor:
@@ -300,78 +253,6 @@ class TorchOps(LayerOps):
     """Plain PyTorch alone."""
 
 
-class Linear:
-    """A product by PyTorch. On a CPU bfloat16 weights are reordered once into oneDNN's layout, if
-    oneDNN has bfloat16 there; it wants AVX-512 or AVX-NE-CONVERT.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._bias = bias
-        on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-        self._packed = on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        if self._packed:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
-        self._weight = weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, in_features] -> [tokens, out_features]."""
-        if self._packed:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self._weight, self._bias, "none", [], ""
-            )
-            return out
-        return functional.linear(x, self._weight, self._bias)
-
-
-def normed(ops: LayerOps, norm: Norm | None, product: Product) -> Product:
-    """product(norm(x)), or product(x)."""
-    return product if norm is None else NormedProduct(ops, norm, product)
-
-
-class NormedProduct:
-    """product(norm(x)), with the two kept apart: a kernel may add to x and normalise it at once."""
-
-    def __init__(self, ops: LayerOps, norm: Norm, product: Product) -> None:
-        self._ops, self.norm, self.product = ops, norm, product
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, in_features] -> [tokens, out_features]."""
-        return self.product(self._ops.rms_norm(x, self.norm))
-
-
-class TiledProduct:
-    """product(x), whose weight has heads in the order of `tiles`. The two are kept apart: a kernel
-    may fuse the product with what follows.
-    """
-
-    def __init__(self, ops: LayerOps, tiles: Tiles, product: Product) -> None:
-        self._ops, self._tiles, self.product = ops, tiles, product
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, in_features] -> [tokens, out_features]."""
-        return self.product(self.tiled(x))
-
-    def tiled(self, x: Tensor) -> Tensor:
-        """A copy of x, [tokens, in_features], in the order of the weight."""
-        count, size = self._tiles.count, self._tiles.size
-        groups = x.view(len(x), x.shape[1] // (count * size), count, size)
-        tiles, copy = groups.transpose(1, 2), x.new_empty(x.shape)
-        self._ops.copy(copy.view(tiles.shape), tiles)
-        return copy
-
-
-@dataclass(frozen=True, slots=True)
-class MLP:
-    """down(gate_up(x)), of which a kernel may fuse the parts."""
-
-    gate_up: Product
-    down: Product
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        return self.down(self.gate_up(x))
-
-
 def parts_of_expert(
     ops: LayerOps, weights: ExpertWeights, activation: str
 ) -> tuple[Product, Product]:
@@ -382,18 +263,6 @@ def parts_of_expert(
     bias, of_down = weights.biases or (None, None)
     gate_up = ops.gate_up(weights.gate, weights.up, bias, None, activation)
     return gate_up, ops.summand(weights.down, of_down)
-
-
-def num_runs(head: Product) -> int:
-    """The runs of token ids that logits may be asked for alone; 0: only those of all tokens."""
-    return head.num_runs if isinstance(head, PartedHead) else 0
-
-
-def head_logits(head: Product, x: Tensor, runs: Tensor | None) -> Tensor:
-    """The logits of all tokens, or, of a PartedHead, of `runs`."""
-    if runs is None or not isinstance(head, PartedHead):
-        return head(x)
-    return head.of_runs(x, runs)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 from nanoengine.config.model import LatentConfig
 from nanoengine.context import ForwardContext
 from nanoengine.models.delta_net import KimiNet
-from nanoengine.models.layer_ops import Embed, LayerOps, Norm, Product
+from nanoengine.models.layer_ops import LayerOps
+from nanoengine.models.products import Embed, Norm, Product
 from nanoengine.models.rope import Angles
 from nanoengine.models.rules import RecurrentNet
 

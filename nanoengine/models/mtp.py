@@ -14,16 +14,9 @@ import torch
 from torch import Tensor
 
 from nanoengine.context import ForwardContext
-from nanoengine.models.layer_ops import (
-    AfterAttention,
-    Embed,
-    LayerOps,
-    Norm,
-    Product,
-    head_logits,
-    num_runs,
-)
+from nanoengine.models.layer_ops import AfterAttention, LayerOps
 from nanoengine.models.layers import AnyAttention
+from nanoengine.models.products import Embed, Norm, Product, head_logits, num_runs
 from nanoengine.models.rope import Rotary
 
 
@@ -63,7 +56,7 @@ class MtpHead(Protocol):
 
     @property
     def num_runs(self) -> int:
-        """As layer_ops.num_runs."""
+        """As products.num_runs."""
         ...
 
     def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
@@ -82,7 +75,6 @@ class MtpLayer:
         self._embed, self._model_norm, self._head = ends
 
     def __call__(self, ctx: ForwardContext, next_ids: Tensor, given: Tensor) -> Tensor:
-        """As MtpHead."""
         parts, rms_norm = self._parts, self._ops.rms_norm
         embedded = rms_norm(self._embed(next_ids), parts.norms[0])
         x = parts.join(torch.cat((embedded, rms_norm(given, parts.norms[1])), dim=1))
@@ -92,14 +84,12 @@ class MtpLayer:
         return rms_norm(x, parts.norm)
 
     def after_model(self, ctx: ForwardContext, next_ids: Tensor, x: Tensor) -> Tensor:
-        """As MtpHead. The head sees what the model's output head does: x after the last norm."""
+        """The head sees what the model's output head does: x after the last norm."""
         return self(ctx, next_ids, self._ops.rms_norm(x, self._model_norm))
 
     @property
     def num_runs(self) -> int:
-        """As MtpHead."""
         return num_runs(self._head)
 
     def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
-        """As MtpHead."""
         return head_logits(self._head, x, runs)

@@ -11,9 +11,10 @@ from torch import Tensor
 from nanoengine.config.model import AnyRecurrent, ModelConfig, RecurrentConfig, ShortConvConfig
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.delta_net import KimiNet, flat_projections
-from nanoengine.models.layer_ops import LayerOps, Product, Tiles
+from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.layers import KimiLayer, MixerBeside, RecurrentLayer
 from nanoengine.models.mamba import flat_rows
+from nanoengine.models.products import Product, Tiles
 from nanoengine.models.rules import RecurrentNet, make_net
 from nanoengine.models.stored_codes import Weight, in_order, joined, numbers_of
 
@@ -53,7 +54,7 @@ def make_recurrent(
         bias = bias[flat_rows(torch.arange(len(bias)), shape).to(bias.device)]
     out_bias = bias_of(config, source, "", "out") if shape.has_out_bias else None
     out = ops.summand(source("out_proj.weight"), out_bias, tiles)
-    names = ARCHITECTURES[config.architecture].recurrent
+    names = ARCHITECTURES[config.architecture].projections
     return Projection(_projections(shape, names, source), bias), rule, out
 
 

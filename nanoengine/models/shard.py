@@ -117,9 +117,7 @@ class Shard:
         return range(num * self.rank // self.size, num * (self.rank + 1) // self.size)
 
     def rows(self, name: str, model: ModelConfig) -> tuple[range, ...] | None:
-        """The rows of a tensor of the model (as weight_shapes names it) that this rank holds; None:
-        all of them.
-        """
+        """This rank's rows of a tensor, as weight_shapes names it; None: all of them."""
         layer, part = _layer_of(name)
         kind = part.rpartition(".")[2]
         if self.size == 1:

@@ -174,7 +174,7 @@ def _rule_shapes(config: ModelConfig, recurrent: RecurrentConfig, part: str) -> 
     rows |= {"qkvz": recurrent.channels + values, "ba": 2 * heads}
     rows |= {"q": keys, "k": keys, "v": values}
     rows |= {"f_a": recurrent.key_dim, "g_a": recurrent.value_dim}
-    for name in ARCHITECTURES[config.architecture].recurrent:
+    for name in ARCHITECTURES[config.architecture].projections:
         yield f"{part}in_proj_{name}.weight", (rows[name], config.hidden_size)
     yield f"{part}A_log", (heads,)
     yield f"{part}dt_bias", (recurrent.num_decays,)

@@ -314,9 +314,7 @@ class Forecaster:
         return self._offloaded(max_model_len=asked, kv_offload_gib=gib)
 
     def _offloaded(self, **settings: Any) -> _Fit:
-        """The fit with KV offload, of the size that was given or else of this; with smaller steps
-        and a smaller ring if that alone fits.
-        """
+        """The fit with KV offload, and with smaller steps and a smaller ring if it needs them."""
         settings |= {"enable_cpu_offload": True}
         gib = self._left_open(kv_offload_gib=settings.pop("kv_offload_gib"))
         return self._try(**settings, **gib) or self._fit(

@@ -36,9 +36,7 @@ def _scratch_state(
 
 
 class ScratchKV:
-    """The KV of one layer, which all layers of its shape write and read in a step
-    (model_runner.OpenStep).
-    """
+    """One layer of KV, which all of its shape write and read (model_runner.OpenStep)."""
 
     def __init__(
         self, model: ModelConfig, size: int, dtype: torch.dtype, device: Device, lengths: list[int]

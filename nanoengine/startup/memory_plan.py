@@ -332,9 +332,7 @@ def _offload_room(
 def _max_model_len(
     config: EngineConfig, model: ModelConfig, spec: KVSpec, room: OffloadRoom | None
 ) -> tuple[int, str, str]:
-    """The most tokens of a request, what limits them, and how to have more; "" if the settings or
-    the model do not allow more.
-    """
+    """The most tokens of a request, what limits them, and how to have more, if that can be."""
     asked, positions = config.max_model_len, model.max_position
     if asked is not None and asked > positions:
         raise ConfigError(

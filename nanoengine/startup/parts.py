@@ -29,7 +29,6 @@ from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.cpu_ops import CpuOps, PackedOps
 from nanoengine.kernels.cuda_graph import CudaGraphs, graph_size
-from nanoengine.kernels.gpu_ops import GpuOps
 from nanoengine.kernels.packed_weight import INTEGER_FORMATS
 from nanoengine.kv.step_planner import StepPadding
 from nanoengine.loading.find_model import find_model, is_dequantised, is_gguf
@@ -115,7 +114,7 @@ def usable_settings(config: EngineConfig, parts: ComputeParts, device: Device) -
 
 def step_padding(config: EngineConfig, parts: ComputeParts, device: Device) -> StepPadding:
     """How decode steps are padded: for graphs, and where guesses must not show in products."""
-    can_use_graphs = isinstance(parts.ops, GpuOps) and parts.attention.can_replay
+    can_use_graphs = parts.ops.replays_graphs and parts.attention.can_replay
     uses_graphs = can_use_graphs and not (config.enforce_eager or device.is_checked)
     checked_rows = 0 if parts.facts.is_invariant else config.checked_rows
     return StepPadding(graph_size if uses_graphs else None, checked_rows)
@@ -158,18 +157,7 @@ def load_compute_parts(
     ops = ops or choose_ops(config, device, kernels, dtype)
     if method == "gguf" and config.load_format != "dummy" and not holds_codes(folder):
         raise no_codes(method)
-    model = load_model(
-        folder,
-        config.load_format,
-        device.torch_device,
-        dtype,
-        config.seed,
-        ops,
-        config.max_model_len,
-        sharding,
-        method,
-        has_mtp=config.num_mtp > 0,
-    )
+    model = load_model(folder, config, device.torch_device, dtype, ops, sharding)
     if method in ("int8", "gguf") and not model.codes:
         raise no_codes(method)
     if config.activation_dtype and not INTEGER_FORMATS.intersection(model.codes):
@@ -323,14 +311,13 @@ def _check_bf12(device: Device) -> None:
 
 def _gpu_ops(config: EngineConfig, device: Device) -> LayerOps:
     try:
-        from nanoengine.kernels.triton_codes import TritonCodes  # comes with a GPU's PyTorch
-        from nanoengine.kernels.triton_kernels import TritonKernels
+        from nanoengine.kernels.gpu_ops import GpuOps  # imports triton: a GPU's PyTorch has it
     except ImportError:
         return TorchOps()
     vendor = None if config.enforce_eager else find_graphs(device.torch_device)
     settle = device.synchronize if config.tensor_parallel_size > 1 else None
     graphs = None if vendor is None else CudaGraphs(vendor, settle)
-    return GpuOps(TritonKernels(), graphs, TritonCodes())
+    return GpuOps(graphs)
 
 
 def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:

@@ -24,9 +24,7 @@ GIB_STEPS = 100  # budgets are rounded up to a hundredth of a GiB
 
 @dataclass(frozen=True, slots=True)
 class OffloadRoom:
-    """What KV offload makes of the memory of a rank. kv: the KV cache with it; host_bytes: RAM for
-    its KV.
-    """
+    """What KV offload makes of a rank's memory. host_bytes: RAM for its KV."""
 
     kv: KVSpec
     host_bytes: int

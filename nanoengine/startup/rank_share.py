@@ -22,14 +22,12 @@ class MemoryShare:
         self.computes_later = device.computes_later
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes."""
         if self._of_gpus is not None:
             return self._of_gpus
         free, total = self._device.memory()
         return free // self._size, total // self._size
 
     def host_memory(self) -> int:
-        """Available bytes of host memory."""
         return self._device.host_memory() // self._size
 
 

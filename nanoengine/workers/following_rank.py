@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,9 +34,7 @@ from nanoengine.workers.step_record import StepRecord, decode
 
 
 def main(channel: Channel, hello: Mapping[str, Any]) -> None:
-    """The work of the process of one rank, until rank 0 ends it. hello: "setup", the fields of
-    a RankSetup, and "rank".
-    """
+    """The work of a rank, until rank 0 ends it. hello: "rank", and "setup" of a RankSetup."""
     setup = RankSetup(**hello["setup"])
     config = setup.config(hello["rank"])
     device = make_engine_device(config)
@@ -122,21 +120,12 @@ class FollowingRank:
     ) -> None:
         self._parts = parts
         self._decoder = parts.model.decoder
-        self._head = parts.model.mtp
+        self._head = parts.model.decoder.mtp
         self._attention = parts.attention
         self._memory = memory
         self._device = device
         self._group = group
         self._channel = channel
-        self._of_memory: dict[Order, Callable[..., None]] = {
-            Order.COPY_BLOCK: memory.copy_block,
-            Order.SAVE_STATE: memory.save_state,
-            Order.LOAD_STATE: memory.load_state,
-            Order.COPY_STATE: memory.copy_state,
-            Order.POISON: memory.poison,
-            Order.POISON_ALL: memory.poison_all,
-            Order.ALLOCATE: memory.allocate_rest,
-        }
         self._run: TransferRun | None = None
         self._open: _OpenStep | None = None
 
@@ -159,10 +148,11 @@ class FollowingRank:
                 self._run_head(self._head, order, body)
             case Order.LINK_SPEED:
                 self._channel.reply(json.dumps(measure_copy(self._memory)).encode())
-            case Order.MEMORY | Order.FREE | Order.PROFILE:
-                raise AssertionError("the KV memory is there")
+            case Order.KV:
+                method, *said = json.loads(body)
+                getattr(self._memory, method)(*said)
             case _:
-                self._of_memory[order](*json.loads(body))
+                raise AssertionError("the KV memory is there")
 
     def _start(self, record: StepRecord) -> None:
         self._run = self._memory.start(record.plan.transfers)

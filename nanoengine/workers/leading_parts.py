@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -44,9 +45,9 @@ class LeadingDecoder:
     def __init__(self, decoder: Model, leader: Leader) -> None:
         self._decoder = decoder
         self._leader = leader
+        self.mtp = LeadingHead(decoder.mtp, leader) if decoder.mtp else None
 
     def forward(self, ctx: ForwardContext) -> Tensor:
-        """As Decoder.forward."""
         kv = ctx.kv
         if not isinstance(kv, StepKV):  # a step to measure, of whatever tokens
             said = json.dumps([num for num, _ in ctx.lengths]).encode()
@@ -61,11 +62,11 @@ class LeadingDecoder:
         )
 
     def layers(self, ctx: ForwardContext) -> Generator[Tensor]:
-        """As Decoder.layers, but all at once."""
+        """All at once."""
         yield self.forward(ctx)
 
     def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
-        """As Decoder.logits, of all tokens."""
+        """Of all tokens."""
         return _logits(self._leader, Order.LOGITS, self._decoder.logits, x)
 
 
@@ -79,15 +80,13 @@ class LeadingHead:
         self._leader = leader
 
     def __call__(self, ctx: ForwardContext, next_ids: Tensor, given: Tensor) -> Tensor:
-        """As MtpHead."""
-
         def work() -> Tensor:
             return self._head(ctx, next_ids, self._leader.group.broadcast(given))
 
         return _lead_pass(self._leader, Order.HEAD_DRAFT, ctx, next_ids, False, work)
 
     def after_model(self, ctx: ForwardContext, next_ids: Tensor, x: Tensor) -> Tensor:
-        """As MtpHead, over the step that runs: the others have its context, and x."""
+        """Over the step that runs: the others have its context, and x."""
 
         def work() -> Tensor:
             return self._head.after_model(ctx, self._leader.group.broadcast(next_ids), x)
@@ -95,7 +94,7 @@ class LeadingHead:
         return self._leader.lead(Order.HEAD, json.dumps(len(next_ids)).encode(), work)
 
     def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
-        """As MtpHead, of all tokens."""
+        """Of all tokens."""
         return _logits(self._leader, Order.HEAD_LOGITS, self._head.logits, x)
 
 
@@ -144,27 +143,27 @@ class LeadingMemory(KVMemory):
         return self._leader.lead(Order.START, body, lambda: KVMemory.start(self, transfers))
 
     def copy_block(self, source: int, target: int, num_tokens: int) -> None:
-        self._lead(Order.COPY_BLOCK, super().copy_block, source, target, num_tokens)
+        self._lead("copy_block", source, target, num_tokens)
 
     def save_state(self, slot: int, place: int) -> None:
-        self._lead(Order.SAVE_STATE, super().save_state, slot, place)
+        self._lead("save_state", slot, place)
 
     def load_state(self, place: int, slot: int) -> None:
-        self._lead(Order.LOAD_STATE, super().load_state, place, slot)
+        self._lead("load_state", place, slot)
 
     def copy_state(self, source: int, target: int) -> None:
-        self._lead(Order.COPY_STATE, super().copy_state, source, target)
+        self._lead("copy_state", source, target)
 
     def poison(self, device_slot: int | None, host_slot: int | None) -> None:
         if self.is_debugged:
-            self._lead(Order.POISON, super().poison, device_slot, host_slot)
+            self._lead("poison", device_slot, host_slot)
 
     def poison_all(self) -> None:
         if self.is_debugged:
-            self._lead(Order.POISON_ALL, super().poison_all)
+            self._lead("poison_all")
 
     def allocate_rest(self) -> None:
-        self._lead(Order.ALLOCATE, super().allocate_rest)
+        self._lead("allocate_rest")
 
     def take_failures(self) -> list[FailedTransfer]:
         """Those of all ranks."""
@@ -174,6 +173,7 @@ class LeadingMemory(KVMemory):
             *(FailedTransfer(tuple(ids), is_lost, reason) for ids, is_lost, reason in told),
         ]
 
-    def _lead(self, order: Order, work: Callable[..., None], *said: int | None) -> None:
-        """work(*said) on all ranks."""
-        self._leader.lead(order, json.dumps(said).encode(), lambda: work(*said))
+    def _lead(self, method: str, *said: int | None) -> None:
+        """KVMemory's method on all ranks."""
+        work = partial(getattr(KVMemory, method), self, *said)
+        self._leader.lead(Order.KV, json.dumps([method, *said]).encode(), work)

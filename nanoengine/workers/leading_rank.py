@@ -18,7 +18,7 @@ from nanoengine.startup.parts import Parts, load_parts, usable_settings
 from nanoengine.startup.probe import measure_copy
 from nanoengine.startup.rank_share import MemoryShare
 from nanoengine.workers.group import Group
-from nanoengine.workers.leading_parts import LeadingDecoder, LeadingHead, LeadingMemory
+from nanoengine.workers.leading_parts import LeadingDecoder, LeadingMemory
 from nanoengine.workers.orders import Order, spec_to_json
 from nanoengine.workers.processes import WorkerProcesses
 from nanoengine.workers.rank_setup import (
@@ -88,8 +88,7 @@ class LeadingRank:
         self._meeting.close()  # all have met
         self.config = usable_settings(self.config, parts, device)
         decoder = LeadingDecoder(parts.model.decoder, self)
-        mtp = LeadingHead(parts.model.mtp, self) if parts.model.mtp else None
-        return replace(parts, model=replace(parts.model, decoder=decoder, mtp=mtp))
+        return replace(parts, model=replace(parts.model, decoder=decoder))
 
     def share_of(self, device: Device) -> Memory:
         """A CPU's ranks share its memory. Each GPU has its own: the least counts."""

@@ -36,9 +36,7 @@ QUIET = {
 
 
 class Collectives(Protocol):
-    """What is used of torch's ProcessGroupNCCL. With options whose asyncOp is False, work is queued
-    on the current stream.
-    """
+    """What is used of ProcessGroupNCCL. Without asyncOp, work goes to the current stream."""
 
     def _allgather_base(self, out: Tensor, part: Tensor, options: Any) -> Any:
         """[n] of each rank -> [size * n] on every rank, in order of rank."""

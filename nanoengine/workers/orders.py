@@ -16,28 +16,20 @@ from nanoengine.workers.channel import FIRST_KIND
 
 
 class Order(IntEnum):
-    """Kinds of messages. Their bodies: a StepRecord for START, DRAFT, STEP and HEAD_DRAFT, else
-    JSON.
-    """
+    """Kinds of messages. Bodies: a StepRecord for START, DRAFT, STEP and HEAD_DRAFT, else JSON."""
 
     MEMORY = FIRST_KIND  # a KVSpec: make the KV memory; replied to
     START = FIRST_KIND + 1  # begin the transfers of the next step
     DRAFT = FIRST_KIND + 2  # run a step that drafts: over the device's KV alone
     STEP = FIRST_KIND + 3  # run a step; replied to with the copies that failed
     LOGITS = FIRST_KIND + 4  # the number of rows; their hidden states follow by broadcast
-    COPY_BLOCK = FIRST_KIND + 5
-    POISON = FIRST_KIND + 6
-    POISON_ALL = FIRST_KIND + 7
-    ALLOCATE = FIRST_KIND + 8  # the rest of the host pool
-    LINK_SPEED = FIRST_KIND + 9  # replied to with GB/s
-    SAVE_STATE = FIRST_KIND + 10
-    LOAD_STATE = FIRST_KIND + 11
-    COPY_STATE = FIRST_KIND + 12
-    FREE = FIRST_KIND + 13  # before MEMORY; replied to with free and total bytes of the device
-    PROFILE = FIRST_KIND + 14  # before MEMORY: the tokens of each sequence of a step to measure
-    HEAD = FIRST_KIND + 15  # number of rows of the step, over which the MTP head runs
-    HEAD_DRAFT = FIRST_KIND + 16  # a draft of the head; what is given to its rows follows
-    HEAD_LOGITS = FIRST_KIND + 17  # as LOGITS, of the head
+    KV = FIRST_KIND + 5  # the name of a method of KVMemory, and its arguments
+    LINK_SPEED = FIRST_KIND + 6  # replied to with GB/s
+    FREE = FIRST_KIND + 7  # before MEMORY; replied to with free and total bytes of the device
+    PROFILE = FIRST_KIND + 8  # before MEMORY: the tokens of each sequence of a step to measure
+    HEAD = FIRST_KIND + 9  # number of rows of the step, over which the MTP head runs
+    HEAD_DRAFT = FIRST_KIND + 10  # a draft of the head; what is given to its rows follows
+    HEAD_LOGITS = FIRST_KIND + 11  # as LOGITS, of the head
 
 
 _RECURRENT = {kind.__name__: kind for kind in (RecurrentConfig, ShortConvConfig)}

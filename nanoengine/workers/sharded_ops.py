@@ -19,7 +19,8 @@ from torch import Tensor
 from nanoengine.config.model import ModelConfig
 from nanoengine.context import ReplayKey
 from nanoengine.models.experts import Map, MixtureWeights, Router, Routing
-from nanoengine.models.layer_ops import Embed, LayerOps, Norm, Product, Tiles
+from nanoengine.models.layer_ops import LayerOps
+from nanoengine.models.products import Embed, Norm, Product, Tiles
 from nanoengine.models.shard import Shard
 from nanoengine.models.stored_codes import CodedWeight, Weight
 from nanoengine.workers.group import Group
@@ -38,6 +39,7 @@ class ShardedOps:
         self._copied_bytes = 0  # rows of embeddings that the head holds once more
         self.is_batch_invariant = ops.is_batch_invariant
         self.takes_codes, self.packs = ops.takes_codes, ops.packs
+        self.replays_graphs = ops.replays_graphs
         # A rank does these as one process does, with its own part.
         self.linear, self.gate_up, self.per_head = ops.linear, ops.gate_up, ops.per_head
         self.embedding, self.router = ops.embedding, ops.router

@@ -31,7 +31,8 @@ from torch import Tensor
 from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget
 from nanoengine.models.activations import clamped_swiglu, gelu_mul, silu_mul
-from nanoengine.models.layer_ops import Norm, TorchOps
+from nanoengine.models.layer_ops import TorchOps
+from nanoengine.models.products import Norm
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -30,6 +30,7 @@ from benchmarks.draft_acceptance import (
 )
 from benchmarks.induction import write_checkpoint
 from nanoengine.bench.niah import induction_samples
+from nanoengine.config.engine import EngineConfig
 from nanoengine.loading.loader import load_model
 from nanoengine.models.layer_ops import TorchOps
 from nanoengine.text.tokenizer import Tokenizer
@@ -42,7 +43,9 @@ NUM_TOKENS = 30
 
 
 def cut_decoder(folder: Path, capacity: int = NUM_PROMPT + NUM_TOKENS) -> CutDecoder:
-    loaded = load_model(folder, "auto", torch.device("cpu"), torch.float32, 0, TorchOps())
+    loaded = load_model(
+        folder, EngineConfig(str(folder)), torch.device("cpu"), torch.float32, TorchOps()
+    )
     return CutDecoder(loaded.config, loaded.decoder, capacity, batch=8)
 
 

@@ -169,7 +169,7 @@ def test_numbers_on_a_gpu_where_codes_are_not_asked_for(tiny: Tiny, tmp_path: Pa
 
 
 def test_codes_need_triton(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nanoengine.kernels.triton_codes", None)
+    monkeypatch.setitem(sys.modules, "nanoengine.kernels.gpu_ops", None)
     with VirtualGpu(), pytest.raises(ConfigError, match=r"'int8' needs Triton on cuda.*; leave it"):
         small_engine(tiny("llama"), device="cuda", quantization="int8")
 

@@ -108,16 +108,15 @@ def kinds_of(architectures: dict[str, Architecture]) -> list[str]:
     """What the layers of these are, in words of the page."""
     rows = architectures.values()
     mixed = [
-        row for row in rows if row.pattern or row.mixers or (row.experts and row.experts.switch)
+        row
+        for row in rows
+        if row.hybrid in ("apart", "mixers") or (row.experts and row.experts.switch)
     ]
     kinds = {
         "dense": bool(mixed) or any(row.experts is None for row in rows),
         "experts": any(row.experts is not None for row in rows),
         "latent": any(row.latent for row in rows),
-        "hybrid": any(
-            row.recurrent or row.pattern or row.mixers or row.both_mixers or row.short_convs
-            for row in rows
-        ),
+        "hybrid": any(row.hybrid != "" for row in rows),
         "windows": any(row.windows == "pattern" or row.ropes_by_kind for row in rows),
         "MTP head": any(row.mtp for row in rows),
     }

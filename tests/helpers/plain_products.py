@@ -10,25 +10,25 @@ import pytest
 from torch import Tensor
 from torch.nn import functional
 
-from nanoengine.models import layer_ops
+from nanoengine.models import products
 
 
 def use_plain_products(patch: pytest.MonkeyPatch) -> None:
     """From here on PyTorch's products are made of plain operators. Our own stay: those of float32
     and of codes.
     """
-    patch.setattr(layer_ops.Linear, "__init__", _keep_weight)
-    patch.setattr(layer_ops.Linear, "__call__", _multiply_in_order)
+    patch.setattr(products.Linear, "__init__", _keep_weight)
+    patch.setattr(products.Linear, "__call__", _multiply_in_order)
 
 
 def _keep_weight(
-    self: layer_ops.Linear, weight: Tensor, bias: Any = None, quantized: Any = None
+    self: products.Linear, weight: Tensor, bias: Any = None, quantized: Any = None
 ) -> None:
     self._quantized, self._bias = quantized, bias
     self._columns = weight.float().T.contiguous().unsqueeze(1)
 
 
-def _multiply_in_order(self: layer_ops.Linear, x: Tensor) -> Tensor:
+def _multiply_in_order(self: products.Linear, x: Tensor) -> Tensor:
     """A sum in the order of a tree."""
     if self._quantized is not None:
         product: Tensor = self._quantized(x)

@@ -54,9 +54,9 @@ class SecondRank:
         """That of both; returns the first one's."""
         told = spec_from_json(json.loads(json.dumps(spec_to_json(spec))))
         self.memory = KVMemory(told, self.device, debug)
-        decoder = SimpleNamespace(forward=lambda ctx: self.run(ctx))
         head = head_of(lambda ctx: self.run(ctx)) if self.has_head else None
-        model = SimpleNamespace(decoder=decoder, config=SimpleNamespace(hidden_size=1), mtp=head)
+        decoder = SimpleNamespace(forward=lambda ctx: self.run(ctx), mtp=head)
+        model = SimpleNamespace(decoder=decoder, config=SimpleNamespace(hidden_size=1))
         parts: Any = SimpleNamespace(
             model=model, attention=None, facts=SimpleNamespace(dtype=torch.float32)
         )
@@ -167,7 +167,7 @@ class RankedEngine(DraftingEngine):
     def _decoder(self, ctx: ForwardContext, forward: Callable[[StepKV], None]) -> None:
         """Run a forward pass on both ranks."""
         run = self._on_both(ctx, forward)
-        LeadingDecoder(cast(Model, SimpleNamespace(forward=run)), self.other).forward(ctx)
+        LeadingDecoder(cast(Model, SimpleNamespace(forward=run, mtp=None)), self.other).forward(ctx)
 
     def _head(self, ctx: ForwardContext, forward: Callable[[StepKV], None]) -> LeadingHead:
         """The head of both, which will do that."""

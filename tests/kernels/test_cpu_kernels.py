@@ -20,7 +20,8 @@ from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.models.activations import GATED, clamped_swiglu
 from nanoengine.models.draw import Draws, draw, exponentials, likeliest
-from nanoengine.models.layer_ops import Norm, TorchOps
+from nanoengine.models.layer_ops import TorchOps
+from nanoengine.models.products import Norm
 from nanoengine.sampling_params import SamplingParams
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}

@@ -27,8 +27,6 @@ from triton.runtime.interpreter import GridExecutor
 from nanoengine.config.model import RecurrentConfig
 from nanoengine.context import ForwardContext, RecurrentState
 from nanoengine.kernels.gpu_ops import GpuOps
-from nanoengine.kernels.triton_codes import TritonCodes
-from nanoengine.kernels.triton_kernels import TritonKernels
 from nanoengine.kernels.triton_recurrence import blocks_of
 from nanoengine.models.delta_net import DeltaNet, KimiNet
 from nanoengine.models.mamba import MambaNet
@@ -51,7 +49,7 @@ def kernels_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_triton(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:
     """As engines call it on a GPU."""
-    return GpuOps(TritonKernels(), None, TritonCodes()).recurrence(x, net, state, ctx)
+    return GpuOps(None).recurrence(x, net, state, ctx)
 
 
 def assert_near(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ from checkpoints import reference
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from nanoengine.config.engine import EngineConfig
 from nanoengine.errors import CorruptModelError, ModelLoadError, WeightMismatchError
 from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
 from nanoengine.loading.experts_json import expert_parts
@@ -22,7 +23,8 @@ from nanoengine.loading.model_config import read_model_config
 from nanoengine.models import layer_builder
 from nanoengine.models.expert_layer import make_mixture
 from nanoengine.models.experts import MixtureWeights
-from nanoengine.models.layer_ops import LayerOps, Product, TorchOps
+from nanoengine.models.layer_ops import LayerOps, TorchOps
+from nanoengine.models.products import Product
 from nanoengine.models.weight_shapes import weight_shapes
 
 Tiny = Callable[[str], Path]
@@ -128,7 +130,8 @@ def test_a_bias_of_the_choice_stays_in_float32(tiny: Tiny, monkeypatch: pytest.M
         return make_mixture(ops, weights, *more)
 
     monkeypatch.setattr(layer_builder, "make_mixture", make)
-    load_model(tiny("glm4-moe"), "auto", torch.device("cpu"), torch.bfloat16, 0, TorchOps())
+    folder, cpu = tiny("glm4-moe"), torch.device("cpu")
+    load_model(folder, EngineConfig(str(folder)), cpu, torch.bfloat16, TorchOps())
     stored = read(tiny("glm4-moe"))
     for layer, weights in enumerate(seen, 1):
         bias = stored[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]

@@ -21,7 +21,8 @@ from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm, Coher
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
-from nanoengine.models.layer_ops import Norm, TorchOps
+from nanoengine.models.layer_ops import TorchOps
+from nanoengine.models.products import Norm
 from nanoengine.models.rope import inverse_frequencies
 from nanoengine.startup import parts
 

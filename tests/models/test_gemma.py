@@ -21,7 +21,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.layer_ops import Norm, TorchOps
+from nanoengine.models.layer_ops import TorchOps
+from nanoengine.models.products import Norm
 
 
 def test_heads_of_256_as_every_published_gemma_has(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_value_heads_are_where_their_key_heads_are(
     config = read_model_config(tiny(name))
     whole = config.recurrent
     assert isinstance(whole, RecurrentConfig)
-    prefix, names = "model.layers.1.linear_attn.", ARCHITECTURES[config.architecture].recurrent
+    prefix, names = "model.layers.1.linear_attn.", ARCHITECTURES[config.architecture].projections
     # Each row is told by its place among all of them, in the order of DeltaNet.sizes.
     key_dim, value_dim, keys = whole.key_dim, whole.value_dim, whole.num_key_heads
     values, size_v = whole.num_value_heads, whole.value_size

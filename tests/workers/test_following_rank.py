@@ -44,7 +44,7 @@ def test_a_rank_replays_if_rank_0_does(may_replay: bool) -> None:
         return ctx.token_ids
 
     model = SimpleNamespace(
-        decoder=SimpleNamespace(forward=forward), config=SimpleNamespace(hidden_size=1), mtp=None
+        decoder=SimpleNamespace(forward=forward, mtp=None), config=SimpleNamespace(hidden_size=1)
     )
     parts: Any = SimpleNamespace(
         model=model, attention=None, facts=SimpleNamespace(dtype=torch.float32)
@@ -84,6 +84,7 @@ def test_a_step_that_reports_its_mass_is_replayed_by_nobody(reports: bool) -> No
         told.append(decode(body))
 
     leader: Any = SimpleNamespace(lead=lead)
-    LeadingDecoder(nobody, leader).forward(ctx)
+    decoder: Any = SimpleNamespace(mtp=None)
+    LeadingDecoder(decoder, leader).forward(ctx)
     assert [record.may_replay for record in told] == [not reports]
     memory.close()

@@ -38,7 +38,7 @@ from nanoengine.kernels.cuda_graph import CudaGraphs
 from nanoengine.kernels.gpu_ops import GpuOps
 from nanoengine.kernels.triton_codes import TritonCodes
 from nanoengine.models.decoder import Decoder
-from nanoengine.models.layer_ops import Product
+from nanoengine.models.products import Product
 from nanoengine.outputs import RequestOutput
 from nanoengine.startup import probe
 from nanoengine.startup.parts import make_engine_device

@@ -11,18 +11,8 @@ from nanoengine.loading.gguf.metadata import Metadata
 QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe")
 SCALED_EXPERTS = ("deepseek2", "dots1", "glm4moe", "kimi-linear", "nemotron_h_moe")
 WITH_EXPERTS = (
-    "ernie4_5-moe",
-    "gemma4",
-    *SCALED_EXPERTS,
-    "gpt-oss",
-    "granitehybrid",
-    "granitemoe",
-    "hunyuan-moe",
-    "lfm2moe",
-    "llama",
-    "minimax-m2",
-    "olmoe",
-    *QWEN_EXPERTS,
+    *("ernie4_5-moe", "gemma4", "gpt-oss", "granitehybrid", "granitemoe", "hunyuan-moe"),
+    *("lfm2moe", "llama", "minimax-m2", "olmoe", *QWEN_EXPERTS, *SCALED_EXPERTS),
 )
 SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
 

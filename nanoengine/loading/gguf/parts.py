@@ -13,9 +13,7 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
 def names_beside(path: Path) -> list[Path]:
-    """The other parts, of whose first one `path` has the name, in order; [] for other names. They
-    need not exist.
-    """
+    """The other parts of the file `path`, in order, which need not exist; [] for another name."""
     named = _PART.fullmatch(path.name)
     if named is None or int(named[2]) != 1:
         return []

@@ -142,7 +142,8 @@ def _of_name(
         return []
     # llama.cpp stores the number that a norm multiplies with.
     offset = ARCHITECTURES[config["architectures"][0]].norm_offset or 0.0
-    change = partial(_minus, offset) if offset and name.endswith("norm.weight") else None
+    is_moved = offset and name.endswith("norm.weight")
+    change = (lambda values: values - offset) if is_moved else None
     return [GgufTensor(name, _shape(stored), stored.data, stored.tensor_type, rows, change)]
 
 
@@ -162,11 +163,11 @@ class _Layer:
         if architecture.latent and self.part == "attn_k_b":
             return self.of_keys_and_values(tensor, stored)
         found: list[GgufTensor] = []
-        if architecture.pattern or architecture.mixers or architecture.both_mixers:
+        if architecture.hybrid in ("apart", "mixers", "beside"):
             found = self.of_mamba(tensor)
-        elif architecture.kimi:
+        elif architecture.hybrid == "kimi":
             found = self.of_kimi(tensor)
-        elif architecture.recurrent:
+        elif architecture.hybrid == "delta":
             found = self.of_recurrence(tensor)
         if not found and architecture.experts is not None:
             found = self.of_experts(tensor, architecture.experts)
@@ -193,10 +194,10 @@ class _Layer:
     def of_experts(self, stored: Any, names: ExpertNames) -> list[GgufTensor]:
         """Routers and experts; [] for others."""
         architecture = ARCHITECTURES[self.config["architectures"][0]]
-        place = "mixer" if architecture.pattern else names.block
+        place = "mixer" if architecture.hybrid == "apart" else names.block
         block = self.prefix + f"{place}." * bool(place)
         # Granite 4's has halves of one tensor, which may be of several formats here.
-        beside = f"{self.prefix}mlp." if architecture.mixers else block
+        beside = f"{self.prefix}mlp." if architecture.hybrid == "mixers" else block
         if self.part in _EXPERT_PARTS and len(stored.shape) == (2 if self.kind == "bias" else 3):
             parts = [names.parts[place] for place in _EXPERT_PARTS[self.part]]
             return _by_expert(f"{block}experts.", parts, str(self.kind), stored)
@@ -246,7 +247,7 @@ class _Layer:
         shape = _shape(stored)
         if not name.endswith(("proj.weight", "conv1d.weight")):
             shape = (math.prod(shape),)
-        is_whole = ARCHITECTURES[self.config["architectures"][0]].pattern
+        is_whole = ARCHITECTURES[self.config["architectures"][0]].hybrid == "apart"
         return [
             GgufTensor(
                 f"{self.prefix}{'mixer' if is_whole else 'mamba'}.{name}",
@@ -445,10 +446,6 @@ def _check_rows(path: Path, stored: Any, num_rows: int) -> None:
 
 def _shape(stored: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in reversed(stored.shape))
-
-
-def _minus(offset: float, values: Tensor) -> Tensor:
-    return values - offset
 
 
 def _columns(order: Order, values: Tensor) -> Tensor:

@@ -30,27 +30,13 @@ from nanoengine.loading.gguf.word_patterns import (
 
 # Texts that end a generation whatever `eos_token_id` says, as in llama.cpp.
 END_TEXTS = frozenset(
-    {
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|endoftext|>",
-        "<|eom_id|>",
-        "<|end_of_text|>",
-        "<end_of_turn>",
-        "<turn|>",
-        "<eos>",
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>"),
+        *("<end_of_turn>", "<turn|>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+        *("<end_of_utterance>", "<|return|>", "<|call|>"),
         "<|tool_response>",  # where Gemma 4 waits for what a tool says
-        "<EOT>",
-        "_<EOT>",
-        "[EOT]",
-        "[EOS]",
-        "[e~[",  # MiniMax's
-        "<end_of_utterance>",
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's
-        "<|return|>",
-        "<|call|>",
-    }
+        *("[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>"),  # MiniMax's and DeepSeek's
+    )
 )
 # Where all of these are, the last one ends a message of several, and no generation (gpt-oss).
 MESSAGE_TEXTS = ("<|return|>", "<|call|>", "<|end|>")
@@ -218,9 +204,7 @@ _BUILDERS = {"gemma4": _of_characters, "gpt2": _byte_level, "llama": _sentencepi
 
 
 def _stripping(metadata: Metadata, vocabulary: _Vocabulary) -> set[int]:
-    """Added tokens that swallow the spaces after them. No key of a GGUF says so: as llama.cpp, by
-    the name of the model.
-    """
+    """Added tokens that swallow the spaces after them: by the model's name, as llama.cpp."""
     name = metadata.get("general.name", str, "").lower()
     if not any(part in name for part in ("phi-3", "phi3")):
         return set()
