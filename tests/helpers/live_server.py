@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,16 @@ def read_until(link: socket.socket, mark: bytes) -> bytes:
         assert part, found
         found += part
     return found
+
+
+def lines_until_ready(stderr: Iterable[str]) -> list[str]:
+    """What a server in another process writes until it can be asked, the last line among it."""
+    lines: list[str] = []
+    for line in stderr:
+        lines.append(line)
+        if line.startswith("ready after"):
+            return lines
+    raise AssertionError(f"the server has ended: {''.join(lines)}")
 
 
 def events_of(data: bytes) -> list[Any]:
