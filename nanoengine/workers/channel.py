@@ -90,6 +90,12 @@ class Channel:
         self._arrived += data
         return True
 
+    def has_news(self) -> bool:
+        """Whether something has come that nobody has read."""
+        poll = select.poll()
+        poll.register(self._link, select.POLLIN)
+        return bool(poll.poll(0))
+
     def next_frame(self) -> tuple[int, bytes] | None:
         """The next whole frame of what was read; None if there is none yet.
 

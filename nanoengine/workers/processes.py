@@ -24,6 +24,7 @@ from nanoengine.workers.channel import HELLO, STOP
 from nanoengine.workers.worker_handle import EXIT_S, Failure, WorkerHandle
 
 SEND_S = 120.0  # a worker that does not take a message for so long has stopped
+LOOK_S = 0.01  # until what has come in time is read
 STOP_S = 5.0  # from each means of ending a worker to the next
 
 logger = logging.getLogger(__name__)
@@ -155,9 +156,10 @@ class _Team:
                     raise self._error()
                 silent = min(waiting, key=lambda worker: worker.heard)
                 left = max(begin, silent.heard) + timeout_s - time.monotonic()
-                if left <= 0:
+                # After a stop of this process, what has come may still wait to be read.
+                if left <= 0 and not silent.channel.has_news():
                     break
-                self._news.wait(left)
+                self._news.wait(max(left, LOOK_S))
             else:
                 return [worker.replies.popleft() for worker in self.workers]
         self._fail(silent.failed(f"was silent for {timeout_s:g} s"))

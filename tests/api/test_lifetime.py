@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from driver import assert_all_free
+from paced_engine import stepping_as_read
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.api.async_llm import AsyncLLM
@@ -80,6 +81,14 @@ class SlowSteps:
         return self._step()
 
 
+def await_true(condition: Callable[[], object]) -> None:
+    """Wait for what comes and stays."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[Any]]:
     """Runs it, and what it returned or raised."""
     results: list[Any] = []
@@ -107,6 +116,7 @@ def test_closing_from_another_thread_waits_for_the_step_and_ends_the_call(
     with pytest.raises(EngineError, match="in use by another thread"):
         llm.reset_prefix_cache()
     closing, closed = in_thread(llm.close)
+    await_true(lambda: llm._turns._is_closing)
     closing.join(0.1)
     assert closing.is_alive() and not closed  # the step is still under way
     steps.go_on.set()
@@ -150,7 +160,8 @@ def test_closing_an_async_engine_where_its_lock_is_held(tiny: Tiny, lock: str) -
             async for _ in stream:
                 pass
 
-    asyncio.run(asyncio.wait_for(close(), 60))
+    with stepping_as_read(llm):
+        asyncio.run(asyncio.wait_for(close(), 60))
     llm._engine._thread.join(60)
     assert not llm._engine._thread.is_alive()
 

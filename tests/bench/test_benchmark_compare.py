@@ -10,7 +10,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -338,12 +337,15 @@ def test_a_worker_that_says_nothing_has_failed(fake: MakeFake, body: str) -> Non
 
 
 def test_a_worker_that_hangs_is_stopped(fake: MakeFake) -> None:
-    body = "print('waiting', file=sys.stderr, flush=True)\ntime.sleep(20)"
+    body = "print('waiting', file=sys.stderr, flush=True)\ntime.sleep(600)"
     hanging = peer("nanoengine", fake("nanoengine", body))
-    start = time.monotonic()
-    runs = run_rounds([hanging], work(), 1, timeout_s=2.0)
-    assert time.monotonic() - start < 60
-    assert runs == {"nanoengine": "nanoengine took more than 2 s, its last words:\nwaiting"}
+    for timeout_s in (1.0, 4.0, 60.0):  # a busy machine may need longer to start it
+        runs = run_rounds([hanging], work(), 1, timeout_s=timeout_s)
+        said = f"nanoengine took more than {timeout_s:g} s, its last words:\n"
+        assert runs["nanoengine"] in (f"{said}waiting", f"{said}(none)")
+        if runs["nanoengine"].endswith("waiting"):
+            return
+    pytest.fail(f"it did not start: {runs}")
 
 
 def test_a_run_that_is_ended_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,7 +578,8 @@ def test_a_workers_peak_memory_is_its_own() -> None:
     ballast = np.ones(400 << 20, dtype=np.uint8)
     code = "import runpy; print(runpy.run_path(__import__('sys').argv[1])['peak_memory_mib']())"
     command = [sys.executable, "-I", "-c", code, peers.__file__]
-    peak = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    peak = float(ran.stdout)
     assert 1 < peak < 200 < ballast.nbytes / (1 << 20)
 
 

@@ -29,7 +29,8 @@ class Toy(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     num_open = most_open = 0
-    lock = threading.Lock()
+    least = 0  # it answers nobody before so many have asked at once
+    lock = threading.Condition()
 
     def do_GET(self) -> None:
         self._whole(200, {"object": "list", "data": [{"id": "toy"}]})
@@ -43,6 +44,8 @@ class Toy(BaseHTTPRequestHandler):
         with self.lock:
             Toy.num_open += 1
             Toy.most_open = max(Toy.most_open, Toy.num_open)
+            self.lock.notify_all()
+            self.lock.wait_for(lambda: Toy.most_open >= Toy.least, 60)
         self.send_response(200)
         self.send_header("Connection", "close")
         self.end_headers()
@@ -99,7 +102,10 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
     return found
 
 
-def test_figures_are_those_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_are_those_of_the_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Toy, "least", 3)
     sizes = ["--min-input", "5", "--max-input", "5", "--min-output", "4", "--max-output", "4"]
     found = bench(capsys, "--num-prompts", "6", "--max-concurrency", "3", *sizes)
     assert found["completed"] == 6 and found["failed"] == 0 and not found["errors"]

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,7 +56,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
         running(server("raise SystemExit('no such model')"), tmp_path / "log"),
     ):
         pass
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 60
 
 
 ENDED = """
@@ -80,7 +79,7 @@ def test_sigterm_leaves_no_server(tmp_path: Path) -> None:
         try:
             server_pid = int(benchmark.stdout.readline())
             benchmark.terminate()
-            assert benchmark.wait(30) == 128 + signal.SIGTERM
+            assert benchmark.wait(60) == 128 + signal.SIGTERM
         finally:
             benchmark.kill()
     with pytest.raises(ProcessLookupError):
@@ -134,19 +133,18 @@ def test_the_run_begins_with_its_clients(tmp_path: Path, monkeypatch: pytest.Mon
 
     def kept(command: list[str], **settings: Any) -> subprocess.Popen[str]:
         if "benchmarks.beside_clients" in command:
-            code = "import time; print('ready', flush=True); time.sleep(8)"
+            code = "import time; print('ready', flush=True); time.sleep(600)"
             command = [sys.executable, "-c", code]
         begun.append(popen(command, **settings))
+        if len(begun) == 3:  # they all run, and the stand-in dies
+            begun[0].kill()
         return begun[-1]
 
     monkeypatch.setattr(beside_clients.subprocess, "Popen", kept)
     monkeypatch.setattr(beside_clients, "_go", lambda process: told.append(str(process.args)))
-    asking = [sys.executable, "-c", "import time; time.sleep(60)"]
-    stop = threading.Timer(3, lambda: begun[0].kill())  # a stand-in that dies
-    stop.start()
+    asking = [sys.executable, "-c", "import time; time.sleep(600)"]
     with pytest.raises(EngineError, match=r"stand_in.* has ended"):
         beside_round(tmp_path / "recording", asking, {}, tmp_path / "log")
-    stop.cancel()
     assert told == [] and len(begun) == 3
     assert all(process.poll() is not None for process in begun)
 

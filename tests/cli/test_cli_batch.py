@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -10,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -366,14 +366,23 @@ def test_short_answers_do_not_wait_for_a_long_prompt(
 # Children of one process that has imported torch: a start of Python for each would take seconds.
 CHILD = """
 import os, sys, time
+from pathlib import Path
 from nanoengine.cli.main import main
 from nanoengine.engine.llm_engine import LLMEngine
 step = LLMEngine.step
-LLMEngine.step = lambda self: (time.sleep(0.005), step(self))[1]  # time for a kill
+def step_until(target, size):
+    # Whoever is to be killed waits for it, however late it comes.
+    def stepping(self):
+        while target.exists() and target.stat().st_size >= size:
+            time.sleep(0.001)
+        return step(self)
+    return stepping
 for line in sys.stdin:
     child = os.fork()
     if not child:
-        os._exit(main(line.split("\\t")[:-1]))
+        size, *arguments = line.split("\\t")[:-1]
+        LLMEngine.step = step_until(Path(arguments[2]), float(size))
+        os._exit(main(arguments))
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
@@ -404,9 +413,9 @@ def test_a_killed_batch_goes_on_with_the_same_texts(
     ) as parent:
         assert parent.stdin is not None and parent.stdout is not None
 
-        def begin(target: Path) -> int:
+        def begin(target: Path, size: float = math.inf) -> int:
             argv = ["batch", str(source), str(target), "--model", str(folder), *flags, ""]
-            print("\t".join(argv), file=parent.stdin, flush=True)
+            print("\t".join([str(size), *argv]), file=parent.stdin, flush=True)
             return int(parent.stdout.readline())
 
         def end() -> int:
@@ -417,14 +426,13 @@ def test_a_killed_batch_goes_on_with_the_same_texts(
         size = whole.stat().st_size
         statuses = []
         for wanted in sorted(draw.randrange(size * 4 // 5) for _ in range(num_kills)):
-            child = begin(killed)
-            with suppress(ProcessLookupError):  # on a busy machine it may have ended
-                while not killed.exists() or killed.stat().st_size < wanted:
-                    os.kill(child, 0)
-                    time.sleep(0.001)
-                os.kill(child, signal.SIGKILL)
+            child = begin(killed, wanted)
+            while not killed.exists() or killed.stat().st_size < wanted:
+                os.kill(child, 0)  # it has not ended
+                time.sleep(0.001)
+            os.kill(child, signal.SIGKILL)
             statuses.append(end())
-        assert statuses.count(-signal.SIGKILL) >= num_kills / 2
+        assert statuses == [-signal.SIGKILL] * num_kills
         begin(killed)
         assert end() == 0
         parent.stdin.close()

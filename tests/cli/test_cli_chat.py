@@ -30,7 +30,7 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from nanoengine.cli.main import main
 from nanoengine.engine.llm_engine import LLMEngine
 step = LLMEngine.step
-LLMEngine.step = lambda self: (time.sleep(0.02), step(self))[1]
+LLMEngine.step = lambda self: (time.sleep(0.05), step(self))[1]
 sys.exit(main(sys.argv[1:]))
 """
 CTRL_C, CTRL_D = b"\x03", b"\x04"

@@ -218,8 +218,20 @@ def test_the_models_own_parameters_are_a_base(
     assert texts[0] == texts[1]
 
 
+# Python's own handler of Ctrl-C, which a job in the background ignores; 20 s for an answer.
+SLOW = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from nanoengine.cli.main import main
+from nanoengine.engine.llm_engine import LLMEngine
+step = LLMEngine.step
+LLMEngine.step = lambda self: (time.sleep(0.05), step(self))[1]
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_a_reader_that_leaves_ends_the_answer_quietly(folder: Path) -> None:
-    command = [sys.executable, "-m", "nanoengine", "run", str(folder), PROMPT, *LONG]
+    command = [sys.executable, "-c", SLOW, "run", str(folder), PROMPT, *LONG]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT, bufsize=0) as child:
         assert child.stdout is not None and child.stderr is not None
@@ -232,16 +244,7 @@ def test_a_reader_that_leaves_ends_the_answer_quietly(folder: Path) -> None:
 
 
 def test_ctrl_c_ends_an_answer_with_its_status(folder: Path) -> None:
-    program = (
-        "import signal, sys, time\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
-        "from nanoengine.cli.main import main\n"
-        "from nanoengine.engine.llm_engine import LLMEngine\n"
-        "step = LLMEngine.step\n"
-        "LLMEngine.step = lambda self: (time.sleep(0.05), step(self))[1]\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-    command = [sys.executable, "-c", program, "run", str(folder), PROMPT, *LONG]
+    command = [sys.executable, "-c", SLOW, "run", str(folder), PROMPT, *LONG]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT, bufsize=0) as child:
         assert child.stdout is not None and child.stderr is not None

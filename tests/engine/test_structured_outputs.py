@@ -344,7 +344,7 @@ def test_a_hostile_form_is_refused_in_bounded_time(
             patch.setattr(made._process, "_seconds", 0.5)
         with pytest.raises(InvalidParamsError, match=f"structured_outputs: {words}"):
             made.state_of(StructuredOutputsParams(**form))
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 60
     assert len(made.state_of(StructuredOutputsParams(regex="b")).masks(())) == 1
 
 

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,12 @@ class LiveServer:
         self.service = service
         self.server = server
         self.port = port
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """The engine, where it is in this process."""
+        assert isinstance(self.llm, AsyncLLM)
+        return self.llm
 
     def ask(
         self, method: str, path: str, body: Any = None, **headers: str
@@ -94,7 +100,7 @@ class LiveServer:
 
     def on_engine(self, function: Callable[[LLM], Any]) -> Any:
         """What a function of the engine's LLM returns, called on its thread."""
-        return asyncio.run(_called(self.llm.call(function)))
+        return asyncio.run(_called(self.engine.call(function)))
 
 
 async def _called(work: Coroutine[Any, Any, Any]) -> Any:
@@ -124,12 +130,27 @@ def request_bytes(path: str, body: Any, key: str | None = None) -> bytes:
 
 def read_stream(link: socket.socket) -> bytes:
     """All until a stream's end."""
+    return read_until(link, b"\r\n0\r\n\r\n")
+
+
+def read_until(link: socket.socket, mark: bytes) -> bytes:
+    """All that comes until these bytes are among it: they may come in any number of parts."""
     found = b""
-    while b"\r\n0\r\n\r\n" not in found:
+    while mark not in found:
         part = link.recv(65536)
         assert part, found
         found += part
     return found
+
+
+def lines_until_ready(stderr: Iterable[str]) -> list[str]:
+    """What a server in another process writes until it can be asked, the last line among it."""
+    lines: list[str] = []
+    for line in stderr:
+        lines.append(line)
+        if line.startswith("ready after"):
+            return lines
+    raise AssertionError(f"the server has ended: {''.join(lines)}")
 
 
 def events_of(data: bytes) -> list[Any]:

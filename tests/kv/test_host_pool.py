@@ -102,10 +102,18 @@ def test_start_up_does_not_wait_and_readers_wait_for_their_segment(small_segment
     pool.close()
 
 
-def test_closing_takes_no_more_segments(small_segments: None) -> None:
+def test_closing_takes_no_more_segments(
+    small_segments: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = SlowDevice()
     pool = make_pool(device)
-    threading.Timer(0.05, device.gate.set).start()
+    end = pool._segments.end
+
+    def ending(error: Exception) -> None:
+        end(error)
+        device.gate.set()
+
+    monkeypatch.setattr(pool._segments, "end", ending)
     pool.close()
     assert device.num_taken <= 1
     with pytest.raises(OutOfMemoryError):

@@ -379,7 +379,10 @@ def build(folder):
     (folder / "config.json").write_text("{}")
     return "in words"
 (log.parent / (name + ".ready")).touch()
-while len(list(log.parent.glob("*.ready"))) < 2: time.sleep(0.005)
+end = time.monotonic() + 60
+while len(list(log.parent.glob("*.ready"))) < 2:
+    assert time.monotonic() < end, "the other process does not come"
+    time.sleep(0.005)
 folder = model_cache.cached_folder("model-key", build)
 assert model_cache.is_whole(folder), "damaged"
 print(folder)

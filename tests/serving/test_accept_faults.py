@@ -43,7 +43,7 @@ async def ask(listener: socket.socket) -> str:
     running = asyncio.create_task(made.serve([listener]))
     reader, writer = await asyncio.open_connection(*listener.getsockname())
     writer.write(b"GET /x HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-    line = await asyncio.wait_for(reader.readline(), 20)
+    line = await asyncio.wait_for(reader.readline(), 60)
     writer.close()
     made.should_exit = True
     await running

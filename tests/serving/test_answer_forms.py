@@ -153,7 +153,7 @@ def test_hostile_forms_are_refused(server: LiveServer, form: Any, words: str) ->
     status, answer = server.post(COMPLETIONS, prompt="a", structured_outputs=form, max_tokens=4)
     assert (status, answer["error"]["param"]) == (400, "structured_outputs")
     assert words in answer["error"]["message"] and len(answer["error"]["message"]) < 500
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -1,4 +1,7 @@
-"""EventStream: a client that leaves or reads nothing ends it, and what it holds is let go."""
+"""EventStream: a client that leaves or reads nothing ends it, and what it holds is let go.
+
+Seconds are virtual: they pass only while all wait.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import Any
 
 import pytest
 from starlette.responses import Response
+from virtual_time import run
 
 from nanoengine.serving.event_stream import EventStream, event, unless_gone
 
-SECONDS = 0.02
+SECONDS = 10.0
 
 
 class Client:
@@ -43,7 +47,7 @@ class Client:
 async def sent(
     client: Client,
     events: AsyncIterator[bytes],
-    stall_seconds: float = 60,
+    stall_seconds: float = 60 * SECONDS,
     keep_alive_seconds: float = SECONDS,
 ) -> bool:
     """Send a stream; returns whether what it held was let go."""
@@ -52,7 +56,7 @@ async def sent(
         stack.callback(released.append, True)
         seconds = keep_alive_seconds, stall_seconds
         stream = EventStream(events, stack.pop_all(), *seconds, refused, failed)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(600 * SECONDS):
         await stream({"type": "http"}, client.receive, client.send)
     return released == [True]
 
@@ -86,7 +90,7 @@ def test_an_error_is_the_answer_until_something_was_sent(pause: float, count: in
             assert start["status"] == 503 and (b"retry-after", b"1") in start["headers"]
             assert client.body == b"no" and len(client.messages) == 2
 
-    asyncio.run(work())
+    run(work())
 
 
 def test_no_comment_comes_between_an_error_and_its_answer() -> None:
@@ -98,7 +102,7 @@ def test_no_comment_comes_between_an_error_and_its_answer() -> None:
         raise ValueError("no")
 
     client = Client()
-    assert asyncio.run(sent(client, events(), keep_alive_seconds=0))
+    assert run(sent(client, events(), keep_alive_seconds=0))
     assert client.messages[0]["status"] == 503 and client.body == b"no"
 
 
@@ -126,7 +130,7 @@ def test_all_events_are_sent_and_then_the_end() -> None:
         assert start["status"] == 200 and all(part["more_body"] for part in parts)
         assert end == {"type": "http.response.body", "body": b"", "more_body": False}
 
-    asyncio.run(work())
+    run(work())
 
 
 def test_comments_fill_a_silence() -> None:
@@ -136,7 +140,7 @@ def test_comments_fill_a_silence() -> None:
         assert client.body.count(b": waiting\n\n") >= 3
         assert client.body.count(b"data: ") == 3
 
-    asyncio.run(work())
+    run(work())
 
 
 def test_a_named_event() -> None:
@@ -151,7 +155,7 @@ def test_a_client_that_leaves_or_reads_nothing_ends_it(way: dict[str, int]) -> N
         assert await sent(client, endless(ended), stall_seconds=SECONDS * 3)
         assert ended == [True] and len(client.messages) < 10_000
 
-    asyncio.run(work())
+    run(work())
 
 
 def test_a_slow_client_that_reads_is_waited_for() -> None:
@@ -165,7 +169,7 @@ def test_a_slow_client_that_reads_is_waited_for() -> None:
         assert await sent(client, three(), stall_seconds=SECONDS * 6)
         assert client.messages[-1]["more_body"] is False
 
-    asyncio.run(work())
+    run(work())
 
 
 def test_work_ends_when_its_client_leaves() -> None:
@@ -193,4 +197,4 @@ def test_work_ends_when_its_client_leaves() -> None:
         await client.send({})
         assert await waiting is None and ended == [True]
 
-    asyncio.run(work())
+    run(work())

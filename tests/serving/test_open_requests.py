@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from virtual_time import run
 
 from nanoengine.serving.open_requests import OpenRequests
 from nanoengine.serving.refusals import Refusal
@@ -69,12 +70,14 @@ def test_an_end_reaches_all_that_are_open_and_all_that_come() -> None:
 @pytest.mark.parametrize("is_queued", [True, False])
 def test_only_what_waits_in_the_queue_ends_by_its_time(is_queued: bool) -> None:
     async def work() -> Any:
-        requests, stream = OpenRequests(3, 0.01), Stream(is_queued)
+        requests, stream = OpenRequests(3, 10), Stream(is_queued)
         with requests.watched(stream):
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(9)
+            assert stream.error is None
+            await asyncio.sleep(2)
         return stream.error
 
-    error = asyncio.run(work())
+    error = run(work())
     assert (error is not None) == is_queued
     if is_queued:
         assert error.body["error"]["code"] == "queue_timeout"

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
@@ -19,6 +18,7 @@ from driver import assert_all_free, break_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_server import PATIENCE_S, SETTINGS
+from paced_engine import standing_still, standing_still_once_one_runs, stepping_to_begin
 
 from nanoengine import AsyncLLM, SamplingParams
 from nanoengine import errors as our_errors
@@ -107,24 +107,22 @@ def test_a_stream_is_asyncllms(llm: AsyncLLM) -> None:
 
 
 def test_is_queued_until_its_first_step(tiny: Callable[[str], Path]) -> None:
-    gate = threading.Event()
-
     async def work(engine: RemoteEngine) -> None:
         first = await engine.stream(PROMPT, replace(GREEDY, max_tokens=480))
         second = await engine.stream(PROMPT, GREEDY)
-        held = asyncio.create_task(llm.call(lambda _: gate.wait(PATIENCE_S)))
         while first.is_queued:
             await asyncio.sleep(0.005)
         await asyncio.sleep(3 * LOOK_S)
         assert second.is_queued
-        gate.set()
-        await held
         first.close()
         while second.is_queued:  # nobody reads it
             await asyncio.sleep(0.005)
         assert second.output is None
 
-    with closing(AsyncLLM(tiny("llama"), **SETTINGS, max_num_seqs=1)) as llm:
+    with (
+        closing(AsyncLLM(tiny("llama"), **SETTINGS, max_num_seqs=1)) as llm,
+        standing_still_once_one_runs(llm),
+    ):
         run(llm, work)
 
 
@@ -171,7 +169,8 @@ def test_whatever_ends_a_stream_frees_its_request(llm: AsyncLLM, how: str) -> No
         await wait_until_free(llm)
         assert (await engine.stats()).num_output_tokens < 400
 
-    run(llm, work)
+    with stepping_to_begin(llm):
+        run(llm, work)
 
 
 def test_a_request_that_is_closed_before_it_has_begun(llm: AsyncLLM) -> None:
@@ -200,8 +199,9 @@ def test_errors_are_of_their_classes(llm: AsyncLLM) -> None:
         with pytest.raises(InvalidPromptError, match="token id 9999 is outside"):
             await engine.stream({"prompt_token_ids": [9999]}, GREEDY)
         await engine.check_health()
-        stream = await engine.stream(PROMPT, GREEDY)
-        await llm.call(break_engine)
+        with standing_still(llm):
+            stream = await engine.stream(PROMPT, GREEDY)
+            await llm.call(break_engine)
         with pytest.raises(EngineError, match="RuntimeError: device lost") as raised:
             await stream.whole()
         assert "device_lost" in str(raised.value.__cause__)  # where it was raised

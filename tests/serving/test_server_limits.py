@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import signal
 import socket
 import struct
@@ -16,8 +17,18 @@ from typing import Any
 
 import pytest
 from driver import break_engine
-from live_server import LiveServer, events_of, live_server, read_stream, request_bytes, until
+from live_server import (
+    LiveServer,
+    events_of,
+    live_server,
+    read_stream,
+    read_until,
+    request_bytes,
+    until,
+)
+from paced_engine import standing_still_once_one_runs, stepping_if, stepping_to_begin
 
+from nanoengine import LLM
 from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 
 LONG = {"prompt": "long", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
@@ -27,8 +38,7 @@ pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 @pytest.fixture(scope="module")
 def server(tiny: Callable[[str], Path]) -> Iterator[LiveServer]:
-    options = {"api_key": "secret", "max_open_texts": 4, "max_body_mib": 1}
-    with live_server(tiny("llama"), **options, read_seconds=0.5) as made:
+    with live_server(tiny("llama"), api_key="secret", max_open_texts=4, max_body_mib=1) as made:
         yield made
         made.wait_until_idle()
 
@@ -100,14 +110,15 @@ def test_a_body_in_chunks_is_counted_too(server: LiveServer) -> None:
     with server.open() as link:
         link.sendall(head.encode())
         chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-        for _ in range(17):
-            link.sendall(chunk)
+        with suppress(ConnectionError):  # it may close before it has read the last one
+            for _ in range(17):
+                link.sendall(chunk)
         assert link.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_body_must_come_in_time(server: LiveServer) -> None:
-    data = request_bytes(COMPLETIONS, SHORT, SECRET)
-    with server.open() as link:
+def test_a_body_must_come_in_time(tiny: Callable[[str], Path]) -> None:
+    data = request_bytes(COMPLETIONS, SHORT)
+    with live_server(tiny("llama"), read_seconds=0.5) as server, server.open() as link:
         link.sendall(data[:-1])
         found = rest_of(link)
     assert found.startswith(b"HTTP/1.1 408 ") and b"within 0.5 s" in found
@@ -152,11 +163,9 @@ def test_an_idle_connection_outlives_those_of_clients_and_proxies(
     with live_server(tiny("llama")) as server:
         assert server.server.config.timeout_keep_alive == 75
     with live_server(tiny("llama"), idle_seconds=1) as server, server.open() as link:
-        for _ in range(2):
-            start = time.monotonic()
-            link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert link.recv(4096).startswith(b"HTTP/1.1 200 ")
-        assert rest_of(link) == b"" and time.monotonic() - start > 0.9
+        start = time.monotonic()
+        link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 2)  # the second never idles
+        assert rest_of(link).count(b"HTTP/1.1 200 ") == 2 and time.monotonic() - start > 0.9
 
 
 def test_a_connection_must_bring_a_whole_head_in_time(tiny: Callable[[str], Path]) -> None:
@@ -170,12 +179,19 @@ def test_a_connection_must_bring_a_whole_head_in_time(tiny: Callable[[str], Path
                 link.sendall(start)
                 if start == asked:
                     assert link.recv(4096).startswith(b"HTTP/1.1 401 ")
-                until(lambda: server.server.server_state.connections)
                 with suppress(ConnectionError):
-                    while time.monotonic() - begun < 20 and server.server.server_state.connections:
+                    while time.monotonic() - begun < 60 and not has_ended(link, 0.1):
                         link.sendall(b"a" if start else b"")
-                        time.sleep(0.1)
-                assert 0.5 < time.monotonic() - begun < 20
+                assert 0.5 < time.monotonic() - begun < 60
+
+
+def has_ended(link: socket.socket, within_s: float) -> bool:
+    """Whether the other side ends it in that time."""
+    link.settimeout(within_s)
+    try:
+        return link.recv(4096) == b""
+    except TimeoutError:
+        return False
 
 
 def gets_all(server: LiveServer, pause: float, num: int) -> bool:
@@ -205,11 +221,21 @@ def test_a_client_that_takes_nothing_of_an_answer_is_left(tiny: Callable[[str], 
         (listener,) = server.server.servers[0].sockets
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # what it accepts, too
         # A machine may pause for longer than a stall, but hardly each time.
-        assert any(gets_all(server, 0.03, 40) for _ in range(4))
+        assert any(gets_all(server, 0.03, 40) for _ in range(8))
         until(lambda: not server.server.server_state.connections)
+        server.server.server_state.connections = seen = Seen()
         with asking(server, 40):
-            until(lambda: server.server.server_state.connections)
-            until(lambda: not server.server.server_state.connections)
+            until(lambda: seen.num_added == 1 and not seen)
+
+
+class Seen(set[Any]):
+    """A set that counts what was ever added: a connection may end before a test looks."""
+
+    num_added = 0
+
+    def add(self, element: Any) -> None:
+        self.num_added += 1
+        super().add(element)
 
 
 def test_headers_have_a_largest_size(server: LiveServer) -> None:
@@ -254,13 +280,17 @@ def test_texts_may_not_repeat_gigabytes_of_a_prompt(
 def test_a_client_that_leaves_ends_its_request(
     server: LiveServer, is_stream: bool, leave: Callable[[socket.socket], None]
 ) -> None:
+    slow_down(server, 0.05)  # 20 s for all of it
     with server.connect(COMPLETIONS, SECRET, **LONG, stream=is_stream) as link:
         if is_stream:
-            assert b"data: " in link.recv(4096) + link.recv(4096)
+            read_until(link, b"data: ")
         else:
             until(lambda: server.on_engine(lambda llm: len(llm.llm_engine.scheduler.running)))
         leave(link)
+        left = time.monotonic()
     server.wait_until_idle()
+    assert time.monotonic() - left < 15
+    slow_down(server, 0)
 
 
 STREAMED = {
@@ -288,16 +318,33 @@ def test_what_those_held_who_left_comes_back(
     """Blocks of both tiers and states, of clients that leave in mid-stream at about once."""
     texts = {"n": 2, "temperature": 1.0, "stop": ["no such text"], "max_tokens": 60}
     with live_server(tiny(name), settings) as server:
-        for _ in range(3):
-            links = [
-                server.connect(COMPLETIONS, **LONG | texts, stream=True, seed=seed)
-                for seed in range(4)
-            ]
-            assert links[0].recv(4096).startswith(b"HTTP/1.1 200 ")
-            assert server.on_engine(lambda llm: llm.llm_engine.kv.tables)
-            for link in links:
-                reset(link)
-            server.wait_until_idle()
+        for most in (2, 5, 9):  # steps of up to six tokens
+            steps = Counted(lambda: server.service.open.num_texts == 8, most)
+            with stepping_if(server.engine, steps):
+                links = [
+                    server.connect(COMPLETIONS, **LONG | texts, stream=True, seed=seed)
+                    for seed in range(4)
+                ]
+                until(lambda steps=steps: not steps.num_left)
+                assert server.on_engine(lambda llm: llm.llm_engine.kv.tables)
+                (first, *_), _, _ = select.select(links, [], [], 60)
+                assert first.recv(4096).startswith(b"HTTP/1.1 200 ")
+                for link in links:
+                    reset(link)
+                server.wait_until_idle()
+
+
+class Counted:
+    """So many steps, where they may begin."""
+
+    def __init__(self, may_begin: Callable[[], bool], num_left: int) -> None:
+        self.num_left = num_left
+        self._may_begin = may_begin
+
+    def __call__(self, _: LLM) -> bool:
+        may_step = self.num_left > 0 and self._may_begin()
+        self.num_left -= may_step
+        return may_step
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -310,30 +357,35 @@ def test_a_client_that_leaves_while_its_request_waits(server: LiveServer, is_str
     server.wait_until_idle()
 
 
+@pytest.mark.parametrize("queue_seconds", [0.5, 600])
 def test_a_stream_that_waits_gets_comments_and_a_slow_queue_ends_it(
-    tiny: Callable[[str], Path],
+    tiny: Callable[[str], Path], queue_seconds: float
 ) -> None:
-    settings = {"max_num_seqs": 1}
-    options = {"keep_alive_seconds": 0.1, "queue_seconds": 0.5}
-    with live_server(tiny("llama"), settings, **options) as server:
-        slow_down(server, 0.05)
-        with server.connect(COMPLETIONS, **LONG, stream=True) as first:
-            assert first.recv(100)
+    options = {"keep_alive_seconds": 0.1, "queue_seconds": queue_seconds}
+    with live_server(tiny("llama"), {"max_num_seqs": 1}, **options) as server:
+        with (
+            standing_still_once_one_runs(server.engine),
+            server.connect(COMPLETIONS, **LONG, stream=True) as first,
+        ):
+            read_until(first, b"data: ")
             with server.connect(COMPLETIONS, **LONG, stream=True) as second:
-                found = read_stream(second)
-        body = found.partition(b"\r\n\r\n")[2]
-        assert body.count(b": waiting\n\n") >= 2
-        assert b"waited 0.5 s" in body and b"queue_timeout" in body
-        slow_down(server, 0)
+                if queue_seconds > 1:
+                    for _ in range(3):
+                        read_until(second, b": waiting\n\n")
+                else:
+                    told = read_stream(second)
+                    assert b"waited 0.5 s" in told and b"queue_timeout" in told
         server.wait_until_idle()
         assert server.post(COMPLETIONS, **SHORT)[0] == 200
 
 
 def test_a_stream_of_messages_that_is_ended_says_overloaded(tiny: Callable[[str], Path]) -> None:
     with live_server(tiny("llama"), drain_seconds=0) as server:
-        slow_down(server, 0.05)
         asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400}
-        with server.connect(MESSAGES, **asked, stream=True) as link:
+        with (
+            stepping_to_begin(server.engine),
+            server.connect(MESSAGES, **asked, stream=True) as link,
+        ):
             assert link.recv(100)
             server.server.should_exit = True
             found = dechunked(read_stream(link)).decode()
@@ -352,11 +404,12 @@ def test_an_error_before_a_streams_first_event_is_its_status(
         del asked["messages"], asked["max_tokens"]
         asked |= {"prompt" if path == COMPLETIONS else "input": "a"}
     with live_server(tiny("llama"), {"max_num_seqs": 1}, queue_seconds=0.2) as server:
-        slow_down(server, 0.05)
-        with server.connect(COMPLETIONS, **LONG, stream=True) as first:
+        with (
+            standing_still_once_one_runs(server.engine),
+            server.connect(COMPLETIONS, **LONG, stream=True) as first,
+        ):
             assert first.recv(100)
             status, headers, data = server.ask("POST", path, asked)
-        slow_down(server, 0)
         server.wait_until_idle()
     assert (status, headers["retry-after"]) == (503, "1")
     assert headers["content-type"] == "application/json"
@@ -379,36 +432,44 @@ def slow_down(server: LiveServer, seconds: float) -> None:
     server.on_engine(change)
 
 
-def test_shutdown_lets_requests_end_and_then_ends_them(tiny: Callable[[str], Path]) -> None:
-    with live_server(tiny("llama"), drain_seconds=1.5) as server:
-        slow_down(server, 0.02)
-        short = server.connect(COMPLETIONS, **SHORT, stream=True)
-        long = server.connect(COMPLETIONS, **LONG, stream=True)
-        whole = server.connect(COMPLETIONS, **LONG)
-        late = server.open()
-        late.sendall(request_bytes(COMPLETIONS, SHORT)[:-1])
-        until(lambda: server.service.open.num_texts == 3)
-        server.server.should_exit = True
-        with short, long, whole, late:
+def test_shutdown_lets_requests_end(tiny: Callable[[str], Path]) -> None:
+    with live_server(tiny("llama"), drain_seconds=60) as server:
+        with stepping_to_begin(server.engine):
+            short = server.connect(COMPLETIONS, **SHORT, stream=True)
+            late = server.open()
+            late.sendall(request_bytes(COMPLETIONS, SHORT)[:-1])
+            until(lambda: server.service.open.num_texts == 1)
+            server.server.should_exit = True
             until(lambda: not server.server.servers[0].sockets)
+        with short, late:
             late.sendall(b"}")
             refused = rest_of(late)
             assert refused.startswith(b"HTTP/1.1 503 ") and b"server_stopping" in refused
             assert b'"finish_reason":"length"' in read_stream(short)
+        with pytest.raises(OSError):
+            server.get("/health")
+
+
+def test_shutdown_ends_requests_that_take_too_long(tiny: Callable[[str], Path]) -> None:
+    with live_server(tiny("llama"), drain_seconds=0.5) as server, stepping_to_begin(server.engine):
+        long = server.connect(COMPLETIONS, **LONG, stream=True)
+        whole = server.connect(COMPLETIONS, **LONG)
+        with long, whole:
+            read_until(long, b"data: ")
+            until(lambda: server.service.open.num_texts == 2)
+            server.server.should_exit = True
             found = read_stream(long)
             answer = rest_of(whole)
         assert b"server_stopping" in found and found.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 503 ") and b"server_stopping" in answer
-        with pytest.raises(OSError):
-            server.get("/health")
 
 
 def test_a_further_ctrl_c_ends_open_requests_and_then_cuts_them_off(
     tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A client is told why. What it sends or reads too slowly is cut off, and is no error."""
-    with live_server(tiny("llama"), drain_seconds=60) as server:
-        slow_down(server, 0.02)
+    with live_server(tiny("llama"), drain_seconds=600) as server:
+        slow_down(server, 0.1)  # 40 s for all of it
         stream = server.connect(COMPLETIONS, **LONG, stream=True)
         half = server.open()
         half.sendall(request_bytes(COMPLETIONS, SHORT)[:-1])
@@ -418,25 +479,23 @@ def test_a_further_ctrl_c_ends_open_requests_and_then_cuts_them_off(
             for sig in (signal.SIGTERM, signal.SIGTERM):  # a service manager may say it twice
                 server.server.handle_exit(sig, None)
             until(lambda: not server.server.servers[0].sockets)
-            time.sleep(0.3)
-            stream.setblocking(False)
-            assert b"server_stopping" not in stream.recv(1 << 20)
-            stream.settimeout(60)
+            for _ in range(3):
+                assert b"server_stopping" not in read_until(stream, b"data: ")
             server.server.handle_exit(signal.SIGINT, None)
             assert read_stream(stream).count(b"server_stopping") == 1
             server.server.handle_exit(signal.SIGINT, None)
             with suppress(ConnectionResetError):
                 assert rest_of(half) == b""
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 120
     assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_an_engine_that_fails_for_good_is_seen_by_all(tiny: Callable[[str], Path]) -> None:
     with live_server(tiny("llama")) as server:
-        slow_down(server, 0.01)
         with server.connect(COMPLETIONS, **LONG, stream=True) as link:
-            assert link.recv(100)
-            server.on_engine(break_engine)
+            with stepping_to_begin(server.engine):
+                assert link.recv(100)
+                server.on_engine(break_engine)
             error = events_of(dechunked(read_stream(link)))[-1]["error"]
         assert error["type"] == "server_error" and "device lost" not in error["message"]
         for status, body in (

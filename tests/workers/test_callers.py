@@ -229,7 +229,7 @@ def test_ctrl_c_reaches_the_program_alone() -> None:
 )
 def test_workers_end_however_the_program_does(ending: str) -> None:
     with waiting(more=f"import os, signal, sys\n{ending}") as (program, pids):
-        program.wait(timeout=30)
+        program.wait(timeout=60)
         assert_gone(pids)
 
 

@@ -311,13 +311,17 @@ def test_other_descriptors_are_refused(tmp_path: Path) -> None:
 
 
 def test_closing_ends_a_call_in_another_thread(ranks: Make) -> None:
-    with ranks(2) as groups, ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(at_once, groups[:1], lambda g: g.gather(torch.ones(1, 1), (1, 1)))
-        time.sleep(0.2)
-        begin = time.perf_counter()
-        groups[0].close()
-        assert "has ended" in waits.result()[0]
-        assert time.perf_counter() - begin < SOON_S
+    for seconds in (0.2, 2.0, 10.0):  # a busy machine may need longer to begin the call
+        with ranks(2) as groups, ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(at_once, groups[:1], lambda g: g.gather(torch.ones(1, 1), (1, 1)))
+            time.sleep(seconds)
+            begin = time.perf_counter()
+            groups[0].close()
+            (said,) = waits.result()
+            assert time.perf_counter() - begin < SOON_S
+        if said != "the group of ranks was closed":
+            break
+    assert "has ended" in said
 
 
 @needs_compiler

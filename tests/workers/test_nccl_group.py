@@ -165,12 +165,12 @@ def test_the_host_does_not_wait_longer_than_it_may(ranks: Ranks) -> None:
 def test_an_end_that_hangs_is_left_behind(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's own may; and after it nothing can be called."""
     hangs = threading.Event()
-    monkeypatch.setattr(VirtualNccl, "abort", lambda self: hangs.wait(20))
+    monkeypatch.setattr(VirtualNccl, "abort", lambda self: hangs.wait(200))
     monkeypatch.setattr(nccl_group, "ABORT_S", 0.05)
     begin = time.monotonic()
     ranks.made[0].close()
     ranks.made[0].close()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
     with pytest.raises(EngineError, match="it was closed"):
         ranks.made[0].broadcast(torch.zeros(1, device="cuda:0"))
     hangs.set()
