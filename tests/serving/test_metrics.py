@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from driver import fail_copies, host_gib
 from live_server import LiveServer, live_server, until
+from paced_engine import stepping_as_read, stepping_to_begin
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanoengine.api.stats import EngineStats, TierUse
@@ -55,7 +56,8 @@ def test_what_requests_did_is_counted(server: LiveServer) -> None:
     assert before["vllm:generation_tokens_total"] == {(): 0}
     asked = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     server.post(COMPLETIONS, **asked)
-    server.stream(COMPLETIONS, **asked)
+    with stepping_as_read(server.engine):  # so that there are gaps between its tokens
+        server.stream(COMPLETIONS, **asked)
     server.post(COMPLETIONS, **asked | {"max_tokens": 1, "n": 2, "temperature": 1})
     _, whole = server.post(COMPLETIONS, **asked | {"max_tokens": 1})
     cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -104,9 +106,11 @@ def test_what_requests_did_is_counted(server: LiveServer) -> None:
 def test_a_client_that_leaves_is_counted_as_an_abort(server: LiveServer) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
     before = figures(server)["vllm:time_to_first_token_seconds_count"][()]
-    with server.connect(COMPLETIONS, **asked | {"n": 4, "temperature": 1}, stream=True) as link:
-        assert link.recv(100)
-    server.wait_until_idle()
+    asked |= {"n": 4, "temperature": 1}
+    with stepping_to_begin(server.engine):
+        with server.connect(COMPLETIONS, **asked, stream=True) as link:
+            assert link.recv(100)
+        server.wait_until_idle()
     after = figures(server)
     assert after["vllm:request_success_total"]["abort",] == 4
     assert after["vllm:time_to_first_token_seconds_count"][()] == before + 1
