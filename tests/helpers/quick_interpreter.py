@@ -27,7 +27,13 @@ def speed_up() -> None:
     _remember_block_types(core)
     _remember_shapes(core)
     _unwrap_quickly(core)
-    _check_no_overflow(interpreter.interpreter_semantic)
+    _call_quickly(interpreter)
+    _compare_quickly(core)
+    semantic: Any = interpreter.interpreter_semantic
+    _remember_result_types(semantic)
+    _broadcast_quickly(core, semantic)
+    _take_tensors_quickly(core, semantic)
+    _check_no_overflow(semantic)
     _round_bfloat16(interpreter)
 
 
@@ -101,6 +107,98 @@ def _unwrap_quickly(core: Any) -> None:
         return value.value if type(value) is core.constexpr else unwrap(value)
 
     core._unwrap_if_constexpr = unwrapped
+
+
+def _call_quickly(interpreter: Any) -> None:
+    """What the language offers is called at once, not by two wrappers that look for `_semantic`."""
+    patch, semantic = interpreter._patch_attr, interpreter.interpreter_semantic
+    wrapper = interpreter.tl.core.builtin(lambda: None).__code__
+
+    def patch_quickly(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        if getattr(member, "__code__", None) is not wrapper:
+            patch(obj, name, member, builder, scope)
+            return
+        function = member.__wrapped__
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, called)
+
+    interpreter._patch_attr = patch_quickly
+
+
+def _compare_quickly(core: Any) -> None:
+    equal: Any = core.dtype.__eq__
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
+def _remember_result_types(semantic: Any) -> None:
+    find, known = semantic.computation_type_impl, {}
+
+    def result_type(a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = (a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod)
+        if key not in known:
+            known[key] = find(a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return known[key]
+
+    semantic.computation_type_impl = result_type
+
+
+def _broadcast_quickly(core: Any, semantic: Any) -> None:
+    """Shapes are compared as lists of integers, and a type is made once."""
+    slowly, builder = semantic.broadcast_impl_value, semantic.builder
+
+    def splat(x: Any, shape: list[int]) -> Any:
+        of = core.block_type(x.type.scalar, shape)
+        return core.tensor(builder.create_splat(of, x.handle), of)
+
+    def spread(x: Any, shape: list[int]) -> Any:
+        if x.type.shape.values == shape:
+            return x
+        of = core.block_type(x.type.scalar, shape)
+        return core.tensor(builder.create_broadcast(x.handle, shape), of)
+
+    def broadcast(a: Any, b: Any) -> tuple[Any, Any]:
+        a_is_block, b_is_block = a.type.is_block(), b.type.is_block()
+        if not a_is_block:
+            return (splat(a, b.type.shape.values), b) if b_is_block else (a, b)
+        if not b_is_block:
+            return a, splat(b, a.type.shape.values)
+        sizes, others = a.type.shape.values, b.type.shape.values
+        if sizes == others:
+            return a, b
+        if len(sizes) != len(others):
+            return slowly(a, b)
+        shape = [y if x == 1 else x for x, y in zip(sizes, others, strict=True)]
+        if any(y not in (1, x) for x, y in zip(shape, others, strict=True)):
+            return slowly(a, b)  # which says what is wrong
+        return spread(a, shape), spread(b, shape)
+
+    semantic.broadcast_impl_value = broadcast
+
+
+def _take_tensors_quickly(core: Any, semantic: Any) -> None:
+    """Two tensors of numbers need no look at what kinds of scalars there are."""
+    slowly = semantic.binary_op_type_checking_impl
+
+    def operands(
+        a: Any,
+        b: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        are_tensors = arithmetic_check and type(a) is core.tensor is type(b)
+        if not are_tensors or a.dtype.is_ptr() or b.dtype.is_ptr():
+            return slowly(a, b, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        of = semantic.computation_type_impl(a.dtype, False, b.dtype, False, div_or_mod)
+        a, b = (x if x.dtype is of else semantic.cast(x, of) for x in (a, b))
+        return semantic.broadcast_impl_value(a, b)
+
+    semantic.binary_op_type_checking_impl = operands
 
 
 def _check_no_overflow(semantic: Any) -> None:

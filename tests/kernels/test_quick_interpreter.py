@@ -1,0 +1,71 @@
+"""The quick interpreter of the tests brings operands together as Triton's own rules do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from marks import needs_no_gpu
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+
+pytestmark = needs_no_gpu
+QUICK: Any = interpreter.interpreter_semantic
+TRITON: Any = TritonSemantic(interpreter.interpreter_builder)  # no method of it is replaced
+TYPES = (tl.int1, tl.int8, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32)
+
+
+def operand(dtype: tl.dtype, shape: tuple[int, ...]) -> tl.tensor:
+    """Small numbers, all different; a scalar without a shape."""
+    found = np.arange(1, math.prod(shape) + 1).reshape(shape or (1,))
+    data = found.astype(interpreter._get_np_dtype(dtype))
+    of = tl.block_type(dtype, list(shape)) if shape else dtype
+    return tl.tensor(interpreter.TensorHandle(data, dtype), of)
+
+
+def outcome(semantic: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    """Types and bits of both operands, or what is said about them."""
+    try:
+        found = semantic.binary_op_type_checking_impl(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        return [type(error), str(error)]
+    return [
+        (str(x.type), [int(n) for n in x.shape], x.handle.data.dtype, x.handle.data.tobytes())
+        for x in found
+    ]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((), ()),
+        ((), (4,)),
+        ((4, 2), ()),
+        ((4, 2), (4, 2)),
+        ((4, 1), (1, 2)),
+        ((4, 1), (4, 2)),
+        ((2,), (4, 2)),
+        ((4,), (2,)),
+    ],
+    ids=str,
+)
+def test_two_tensors(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Of all types, whether they are divided or not."""
+    for types in itertools.product(TYPES, TYPES):
+        for divided in (False, True):
+            each = [operand(*of) for of in zip(types, shapes, strict=True)]
+            want = outcome(TRITON, *each, div_or_mod=divided)
+            assert outcome(QUICK, *each, div_or_mod=divided) == want, types
+
+
+def test_a_tensor_and_a_number() -> None:
+    for dtype, number in itertools.product(TYPES, (0, 3, 1000, -1, 0.5)):
+        for each in ((operand(dtype, (4,)), number), (number, operand(dtype, ()))):
+            assert outcome(QUICK, *each) == outcome(TRITON, *each), (dtype, number)
