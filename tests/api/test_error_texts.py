@@ -213,7 +213,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     ),
     "27 images and text": (
         lambda b: LLM(
-            b.folder("vl", config={"architectures": ["Qwen2VLForConditionalGeneration"]})
+            b.folder("vl", config={"architectures": ["MllamaForConditionalGeneration"]})
         ),
         ("images", "only text models", "google/gemma-3-1b-it"),
     ),

@@ -156,14 +156,14 @@ def test_an_apertus_without_rope_has_that_of_transformers(tmp_path: Path) -> Non
         (PUBLISHED, {"post_norm": True}),
         (PUBLISHED, {"sliding_window": 128}),
         (OF_ARCEE, {"hidden_act": "gelu"}),
-        (OF_ARCEE, {"rope_scaling": {"rope_type": "mrope"}}),
+        (OF_ARCEE, {"rope_scaling": {"rope_type": "spiral"}}),
     ],
 )
 def test_other_arithmetic_is_refused(
     tmp_path: Path, published: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     key = next(iter(changes))
-    with pytest.raises(UnsupportedModelError, match="RoPE 'mrope'" if "rope" in key else key):
+    with pytest.raises(UnsupportedModelError, match="RoPE 'spiral'" if "rope" in key else key):
         read_published(tmp_path, published, **changes)
 
 

@@ -176,9 +176,9 @@ def test_impossible_numbers_are_refused(tmp_path: Path, values: dict[str, Any]) 
 
 
 def test_an_odd_part_and_unknown_kinds_are_unsupported(tmp_path: Path) -> None:
-    for values in ({"partial_rotary_factor": 0.1}, {"rope_type": "mrope"}):
+    for values in ({"partial_rotary_factor": 0.1}, {"rope_type": "spiral"}):
         changes = PHI3 | {"rope_parameters": values}
-        with pytest.raises(UnsupportedModelError, match=r"odd number|'mrope'"):
+        with pytest.raises(UnsupportedModelError, match=r"odd number|'spiral'"):
             read_model_config(config_path(tmp_path, changes))
 
 
