@@ -212,9 +212,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         ("DeepseekForCausalLM is a mixture of experts", "Qwen/Qwen3-4B", "Llama 2", "Qwen 3"),
     ),
     "27 images and text": (
-        lambda b: LLM(
-            b.folder("vl", config={"architectures": ["MllamaForConditionalGeneration"]})
-        ),
+        lambda b: LLM(b.folder("vl", config={"architectures": ["MllamaForConditionalGeneration"]})),
         ("images", "only text models", "google/gemma-3-1b-it"),
     ),
     "27 tag of Ollama": (
