@@ -282,6 +282,23 @@ def assert_logits_are_transformers(
         torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
 
 
+def assert_bits_of_numbers(coded: Path, numbers: Path, dtype: str) -> None:
+    """A checkpoint of codes has the logits of its numbers, resident, streamed and in place."""
+    gib = host_gib(coded, 60, 8)
+    tiers: list[dict[str, Any]] = [
+        {"num_gpu_blocks": 7, "kv_offload_gib": gib, "offload_mode": mode}
+        for mode in ("stream", "in_place")
+    ]
+    runs = [(numbers, {}), *((coded, settings) for settings in ({}, *tiers))]
+    found = []
+    for folder, settings in runs:
+        driver = Driver(small_engine(folder, dtype=dtype, **settings))
+        (output,) = driver.run([[7 * i % 256 for i in range(90)]])
+        driver.engine.close()
+        found.append(torch.stack(driver.logits[output.request_id]))
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
 def fail_copies(stream: Any, numbers: set[int]) -> None:
     """Of the copies that a (checked) stream makes from now on, let those with these numbers fail.
 

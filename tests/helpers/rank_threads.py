@@ -6,14 +6,34 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from nanoengine.errors import EngineError
 from nanoengine.workers import following_rank
 from nanoengine.workers.channel import REPLY, STOP, Channel
+from nanoengine.workers.shared_memory_group import SharedMemoryGroup, make_region
+
+PATIENCE_S = 20.0
+
+
+@contextmanager
+def sharing_ranks(
+    size: int, folder: Path | None = None, timeout_s: float = PATIENCE_S
+) -> Iterator[list[SharedMemoryGroup]]:
+    """The groups of ranks in this process, each for a thread. folder: of their C."""
+    fd = make_region(size, folder)
+    groups = [SharedMemoryGroup(fd, rank, size, None, timeout_s, folder) for rank in range(size)]
+    os.close(fd)
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            group.close()
 
 
 class RankThreads:

@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, assert_logits_are_transformers, host_gib, small_engine
+from driver import (
+    Driver,
+    assert_bits_of_numbers,
+    assert_logits_are_transformers,
+    small_engine,
+)
 from marks import needs_compiler, needs_no_gpu
 from mtp_models import said_of, with_head
 from safetensors.torch import load_file, save_file
@@ -209,20 +214,7 @@ def test_codes_have_the_bits_of_their_numbers_on_all_tiers(
 ) -> None:
     """Experts, too: each is a tensor."""
     ours, plain = numbers_beside(tiny("qwen3-moe"), tmp_path, "even blocks")
-    gib = host_gib(ours, 60, 8)
-    wanted = None
-    for folder, settings in (
-        (plain, {}),
-        (ours, {}),
-        (ours, {"num_gpu_blocks": 7, "kv_offload_gib": gib, "offload_mode": "stream"}),
-        (ours, {"num_gpu_blocks": 7, "kv_offload_gib": gib, "offload_mode": "in_place"}),
-    ):
-        driver = Driver(small_engine(folder, dtype=dtype, **settings))
-        (output,) = driver.run([[7 * i % 256 for i in range(90)]])
-        driver.engine.close()
-        found = torch.stack(driver.logits[output.request_id])
-        wanted = found if wanted is None else wanted
-        assert torch.equal(found, wanted)
+    assert_bits_of_numbers(ours, plain, dtype)
 
 
 @needs_compiler

@@ -64,13 +64,14 @@ def lines(process: subprocess.Popen[str]) -> list[str]:
 
 @pytest.mark.usefixtures("fresh_cache")
 def test_who_waits_for_a_conversion_says_so_and_goes_on_when_the_other_is_killed() -> None:
-    with started(CONVERTS, "for ever") as first, started(CONVERTS, "at once") as second:
-        assert first.stdout is not None and second.stdout is not None
-        assert first.stdout.readline() == "builds\n"
-        waits = second.stdout.readline()
-        assert waits.startswith("waiting for another process") and ".model.lock" in waits
-        first.send_signal(signal.SIGKILL)
-        *_, builds, folder = lines(second)
+    with started(CONVERTS, "for ever") as first:
+        assert first.stdout is not None and first.stdout.readline() == "builds\n"
+        with started(CONVERTS, "at once") as second:
+            assert second.stdout is not None
+            waits = second.stdout.readline()
+            assert waits.startswith("waiting for another process") and ".model.lock" in waits
+            first.send_signal(signal.SIGKILL)
+            *_, builds, folder = lines(second)
     assert builds == "builds" and is_whole(Path(folder))
     assert not [*Path(folder).parent.glob(f"{STAGING_PREFIX}*")]
 

@@ -19,6 +19,7 @@ from descriptors import open_descriptors
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from marks import needs_compiler
+from rank_threads import PATIENCE_S, sharing_ranks
 from torch import Tensor
 
 from nanoengine.context import ReplayKey
@@ -31,7 +32,6 @@ from nanoengine.workers.group import DTYPES, Group
 from nanoengine.workers.shared_memory_group import SharedMemoryGroup, make_region
 
 Make = Callable[..., Any]
-PATIENCE_S = 20.0
 SOON_S = 10.0  # of what takes milliseconds: less than PATIENCE_S, and no pause of a machine
 
 
@@ -46,20 +46,6 @@ def gloo_ranks(size: int, timeout_s: float = PATIENCE_S) -> Iterator[list[Group]
         finally:
             for group in groups:
                 group.close()
-
-
-@contextmanager
-def sharing_ranks(
-    size: int, folder: Path | None = None, timeout_s: float = PATIENCE_S
-) -> Iterator[list[Group]]:
-    fd = make_region(size, folder)
-    groups = [SharedMemoryGroup(fd, rank, size, None, timeout_s, folder) for rank in range(size)]
-    os.close(fd)
-    try:
-        yield groups
-    finally:
-        for group in groups:
-            group.close()
 
 
 RANKS = {"gloo": gloo_ranks, "shared memory": sharing_ranks}

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from marks import needs_compiler
+from rank_threads import sharing_ranks
 
 from nanoengine import LLM, EngineClosedError, SamplingParams
 from nanoengine.api import engine_thread, turns
@@ -26,24 +27,12 @@ from nanoengine.api.async_llm import AsyncLLM
 from nanoengine.kernels import c_build
 from nanoengine.workers import leading_rank, processes, shared_memory_group
 from nanoengine.workers.processes import WorkerProcesses
-from nanoengine.workers.shared_memory_group import SharedMemoryGroup, make_region
+from nanoengine.workers.shared_memory_group import SharedMemoryGroup
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before")]
 
 SOON_S = 20.0  # of what takes a second: no pause of a machine, and less than a rank is waited for
 ENDLESS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-
-
-@contextmanager
-def sharing_ranks(size: int, folder: Path | None = None) -> Iterator[list[SharedMemoryGroup]]:
-    fd = make_region(size, folder)
-    groups = [SharedMemoryGroup(fd, rank, size, folder=folder) for rank in range(size)]
-    os.close(fd)
-    try:
-        yield groups
-    finally:
-        for group in groups:
-            group.close()
 
 
 @contextmanager
@@ -66,7 +55,7 @@ def signals_after(seconds: float, count: int) -> Iterator[None]:
 
 def test_a_gather_hears_signals_while_it_waits() -> None:
     """And the group has ended: nobody knows what was given."""
-    with sharing_ranks(2) as (first, _):
+    with sharing_ranks(2, timeout_s=300.0) as (first, _):
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt), signals_after(0.2, 1):
             first.gather(torch.ones(1, 1), (1, 1))
@@ -101,7 +90,7 @@ def test_gathers_that_look_up_at_every_wait_have_the_same_bits(
             first = group.gather_to_first(mine, widths)
             assert first is None if group.rank else torch.equal(first, whole)
 
-    with sharing_ranks(3, build_folder) as groups:
+    with sharing_ranks(3, build_folder, 300.0) as groups:
         libraries = [group._library for group in groups]
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(run, groups))
@@ -116,7 +105,7 @@ def test_the_time_in_which_this_process_was_stopped_is_no_wait(
     """A clock that jumps, as after Ctrl-Z and fg, ends nothing."""
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600 * (clock() > begin + 0.2))
-    with sharing_ranks(2) as (first, second), ThreadPoolExecutor(1) as pool:
+    with sharing_ranks(2, timeout_s=300.0) as (first, second), ThreadPoolExecutor(1) as pool:
         begin = clock()
         waits = pool.submit(first.gather, torch.ones(1, 1), (1, 1))
         while clock() < begin + 0.5:
