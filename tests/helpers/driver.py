@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkpoints import reference, reference_greedy, reference_logits
 from torch import Tensor
@@ -297,6 +298,19 @@ def assert_bits_of_numbers(coded: Path, numbers: Path, dtype: str) -> None:
         driver.engine.close()
         found.append(torch.stack(driver.logits[output.request_id]))
     assert all(torch.equal(each, found[0]) for each in found)
+
+
+def assert_codes_on_a_gpu(coded: Path, numbers: Path, what: str) -> None:
+    """On an emulated GPU the plan has so many codes ("23 of FP8"), and logits are transformers'."""
+    virtual_gpu = pytest.importorskip("virtual_gpu", reason="Triton is not installed")
+    with virtual_gpu.VirtualGpu():
+        settings = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 64}
+        greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        driver = Driver(small_engine(coded, device="cuda", **settings))
+        outputs = driver.run([[7 * i % 256 for i in range(20)]], greedy)
+        assert f"codes as stored: {what}" in str(driver.engine.plan)
+        driver.engine.close()
+    assert_logits_are_transformers(driver, numbers, outputs)
 
 
 def fail_copies(stream: Any, numbers: set[int]) -> None:

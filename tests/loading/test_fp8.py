@@ -14,6 +14,7 @@ import torch
 from driver import (
     Driver,
     assert_bits_of_numbers,
+    assert_codes_on_a_gpu,
     assert_logits_are_transformers,
     small_engine,
 )
@@ -23,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from nanoengine import SamplingParams
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.fp8 import BLOCK, Fp8Reader, fp8_block
@@ -234,16 +234,8 @@ def test_what_latent_attention_takes_apart_becomes_numbers(tiny: Tiny, tmp_path:
 
 @needs_no_gpu
 def test_they_stay_codes_on_a_gpu(tiny: Tiny, tmp_path: Path) -> None:
-    virtual_gpu = pytest.importorskip("virtual_gpu", reason="Triton is not installed")
     ours, plain = numbers_beside(tiny("llama"), tmp_path, "even blocks")
-    with virtual_gpu.VirtualGpu():
-        settings = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 64}
-        greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-        driver = Driver(small_engine(ours, device="cuda", **settings))
-        outputs = driver.run([[7 * i % 256 for i in range(20)]], greedy)
-        assert "codes as stored: 23 of FP8" in str(driver.engine.plan)
-        driver.engine.close()
-    assert_logits_are_transformers(driver, plain, outputs)
+    assert_codes_on_a_gpu(ours, plain, "23 of FP8")
 
 
 @pytest.mark.parametrize("scale", [2.0**119, float("nan"), float("-inf")])
