@@ -167,7 +167,7 @@ static void merge_partials(float *row_max, float *row_sum, float *acc, const flo
     for (int64_t r = 0; r < rows; r++) {
         top[r] = partial[(r + 1) * stride - 16], sum[r] = partial[(r + 1) * stride - 15];
     }
-    const vi is_seen = top > splat(-INFINITY);
+    const vi is_seen = sum != splat(0); /* NaN counts: what is broken stays visible */
     const vf old_top = load_f32(row_max, rows, F32), old_sum = load_f32(row_sum, rows, F32);
     const merge_t m = merge_of(old_top, top);
     store_n(row_max, pick(is_seen, m.top, old_top), rows, F32);

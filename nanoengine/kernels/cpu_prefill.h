@@ -365,22 +365,27 @@ static void store_rows(const attend_args *a, const entry_t *e, const item_t *it,
 }
 
 /* The segment's state of every row into that of all before it, and a fresh one in its place. A row that
- * saw no key of it (top is -inf, so old is 1 and add 0) stays as it is. */
+ * saw no key of it (top is -inf, so old is 1 and add 0) stays as it is: what it has of a value that is no
+ * number, 0 times that, is left out. */
 static void merge_group(const workspace *w, group_t *g, int64_t dim) {
     const int64_t width = g->vecs * LANES;
     for (int64_t lane = 0; lane < width; lane += LANES) {
         const int64_t row = g->row + lane, at = g->row * w->padded + lane;
         const merge_t m = merge_of(load(w->all_top + row), load(w->top + row));
+        const vf none = {0};
+        const vi is_seen = load(w->sum + row) != none; /* as in merge_partials */
         store(w->all_top + row, m.top);
         store(w->all_sum + row, merged(&m, load(w->all_sum + row), load(w->sum + row)));
         store(w->top + row, splat(-INFINITY));
-        store(w->sum + row, splat(0));
+        store(w->sum + row, none);
         if (g->is_empty) /* 0 * old + acc * 1: the same bits */
             for (int64_t i = at; i < at + dim * width; i += width)
-                store(w->all_acc + i, load(w->acc + i) + 0.0f);
+                store(w->all_acc + i, pick(is_seen, load(w->acc + i) + 0.0f, none));
         else
-            for (int64_t i = at; i < at + dim * width; i += width)
-                store(w->all_acc + i, merged(&m, load(w->all_acc + i), load(w->acc + i)));
+            for (int64_t i = at; i < at + dim * width; i += width) {
+                const vf partial = pick(is_seen, load(w->acc + i), none);
+                store(w->all_acc + i, merged(&m, load(w->all_acc + i), partial));
+            }
     }
     g->is_fresh = 1, g->is_empty = 0;
 }

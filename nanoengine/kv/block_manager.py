@@ -277,10 +277,6 @@ class BlockManager:
         assert slot is not None
         return slot
 
-    def free_device(self, block: Block) -> None:
-        """Free the device slot of a block whose host copy is complete."""
-        self.device.free(self.drop_device(block))
-
     def drop_host(self, block: Block) -> int:
         """Remove and return the host slot of a block that has a device copy."""
         slot, block.host_slot, block.host_len = block.host_slot, None, 0

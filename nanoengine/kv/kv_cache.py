@@ -7,9 +7,10 @@ lies in a step, PrefixCache which blocks are shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from nanoengine.devices.device import Device
+from nanoengine.errors import LogitsError
 from nanoengine.kv.block_heat import BlockHeat
 from nanoengine.kv.block_manager import Block, BlockManager
 from nanoengine.kv.block_table import BlockTable, StepBudget
@@ -205,8 +206,7 @@ class HybridKVCacheManager:
         for failure in self.memory.take_failures():
             blocks = self._blocks_of(failure)
             for seq_id, table in self.tables.items():
-                is_concerned = failure.is_lost or seq_id in in_step
-                if is_concerned and not blocks.isdisjoint(table.blocks):
+                if (failure.is_lost or seq_id in in_step) and not blocks.isdisjoint(table.blocks):
                     failed.setdefault(seq_id, failure.reason)
             for block in blocks:
                 self._give_up(block, failure.is_lost)
@@ -219,6 +219,8 @@ class HybridKVCacheManager:
         if table is not None:
             self._prefix_cache.withdraw(table)
             self._states.release(seq.seq_id)
+            if isinstance(seq.output.error, LogitsError):  # its KV may be no numbers
+                self._hide(table.published)
             self._release(table.held)
             self.blocks.touch(table.published[: table.num_released])
             table.commit(0)
@@ -257,10 +259,7 @@ class HybridKVCacheManager:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV that no unfinished request uses."""
-        for block in list(self.blocks.cached):
-            self.evict(block)
-        for block in list(self.blocks.by_digest.values()):  # of unfinished requests
-            self.blocks.unpublish(block)
+        self._hide(self.blocks.by_digest.values())
 
     def evict(self, block: Block) -> None:
         """Forget a block that no table holds, and free its slots."""
@@ -306,29 +305,30 @@ class HybridKVCacheManager:
         return {b for b in (*tables, *self.blocks.cached) if b.block_id in failure.block_ids}
 
     def _give_up(self, block: Block, is_lost: bool) -> None:
-        """A copy of the block failed. If its content is lost, unpublish it. Otherwise a load failed
-        and the host copy is good: free the device slot.
+        """A copy of the block failed. If its content is lost, nobody finds it any more. Otherwise a
+        load failed and the host copy is good: free the device slot.
         """
         if not is_lost:
             if block.device_slot is not None and block.is_on_host:
-                self.blocks.free_device(block)
-        elif block.ref_count:
-            self.blocks.unpublish(block)
-        elif block.key is not None:
-            self.evict(block)
+                self.blocks.device.free(self.blocks.drop_device(block))
+        else:
+            self._hide([block])
+
+    def _hide(self, blocks: Iterable[Block]) -> None:
+        """Let no request find these blocks any more, and free those that none holds."""
+        for block in list(blocks):
+            if block.ref_count:
+                self.blocks.unpublish(block)
+            elif block.key is not None:
+                self.evict(block)
 
     def _reclaim(self, besides: int) -> bool:
         """Take the last block of the youngest other preempted sequence; False when none has any."""
-        preempted = [
-            table
-            for seq_id, table in self.tables.items()
-            if table.is_preempted and table.blocks and seq_id != besides
-        ]
-        table = max(preempted, key=lambda table: table.seq.seq_id, default=None)
-        if table is None:
-            return False
-        self._release(table.keep_first(len(table.blocks) - 1))
-        return True
+        others = (t for i, t in self.tables.items() if t.is_preempted and t.blocks and i != besides)
+        table = max(others, key=lambda table: table.seq.seq_id, default=None)
+        if table is not None:
+            self._release(table.keep_first(len(table.blocks) - 1))
+        return table is not None
 
     def _release(self, blocks: list[Block]) -> None:
         """Drop references, the last first: the LRU then evicts the end of a prefix first."""

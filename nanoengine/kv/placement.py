@@ -173,7 +173,7 @@ class Placement:
         """After a failed step: blocks that it would have loaded are on the host only."""
         for block in self.loads:
             if block.device_slot is not None:
-                self._blocks.free_device(block)
+                self._blocks.device.free(self._blocks.drop_device(block))
 
     def _move_in(self, block: Block, slot: int) -> None:
         block.device_slot = slot

@@ -92,3 +92,30 @@ def test_broken_kv_is_not_found_by_others(llm: LLM) -> None:
     for _ in range(2):
         output = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
         assert isinstance(output.error, LogitsError) and output.num_cached_tokens == 0
+
+
+SHARED = [7 * i % 61 for i in range(8)]  # a block that is not broken
+LATER = [*SHARED, 1, 2, 3, BAD, *range(100, 130)]  # BAD is in the first of three steps
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "sdpa"])
+def test_a_block_before_the_broken_one(damaged: Path, backend: str) -> None:
+    """It was computed in the same step. Others find it while the request goes on, where attention
+    keeps blocks apart; once the request has failed, nobody does.
+    """
+    settings = {"attention_backend": backend, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    prompt = [*SHARED, 9, 8, 5]
+    with LLM(damaged, dtype="float32", kvcache_block_size=8, num_gpu_blocks=40, **settings) as llm:
+        wanted = llm.generate([prompt], GREEDY, use_tqdm=False)[0]
+        llm.reset_prefix_cache()
+        engine = llm.llm_engine
+        engine.add_request(LATER, GREEDY)
+        engine.step()
+        answers = llm.generate([prompt], GREEDY, use_tqdm=False) if backend != "sdpa" else []
+        while engine.has_unfinished_requests:
+            engine.step()
+        answers += llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert answers[0].num_cached_tokens == 8 * (backend != "sdpa")
+        assert answers[-1].num_cached_tokens == 0
+        assert all(a["token_ids"] == wanted["token_ids"] for a in answers)
+        assert_all_free(engine)
