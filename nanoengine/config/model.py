@@ -294,7 +294,8 @@ class LayerShape:
 class ModelConfig:
     """A decoder's shape, read from config.json. `architecture` is a key of models.ARCHITECTURES.
 
-    no_rope_layers: layers without RoPE (arXiv 2501.18795). windows: as in AttentionConfig.
+    no_rope_layers: layers without RoPE (arXiv 2501.18795). windows: of each
+    layer, None where it sees all keys or has no attention; () without any.
     query_pre_attn_scalar: its root divides the scores (None: head_dim). local_rope: RoPE of the
     layers with a window (None: as in the others). final_logit_softcap: softcap of the logits.
     wrapper: the class in config.json if this is the text model of one for images, too. experts:
@@ -365,7 +366,12 @@ class ModelConfig:
         scale = None if scalar is None else scalar**-0.5
         dims = tuple(shape.head_dim for shape in self.shapes)
         widest = max(dims, default=self.head_dim)
-        return AttentionConfig(widest, scale, self.windows, dims)
+        windows = tuple(map(self.window, self.attention_layers)) if self.windows else ()
+        return AttentionConfig(widest, scale, windows, dims)
+
+    def window(self, layer: int) -> int | None:
+        """The most keys that a query of this layer sees; None: all up to its own."""
+        return self.windows[layer] if layer < len(self.windows) else None
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

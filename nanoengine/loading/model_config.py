@@ -293,7 +293,7 @@ def _recurrent(
 ) -> AnyRecurrent | None:
     """The recurrent layers; None if all have attention."""
     if architecture.hybrid == "convs":
-        return read_short_convs(content, num_layers)
+        return read_short_convs(content, architecture, num_layers)
     if architecture.hybrid == "kimi":
         return read_kimi(content, num_layers)
     if mixers:

@@ -89,6 +89,7 @@ class Architecture:
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
     output_gate: q_proj gives a gate for each head beside its query; what a head attends to is
     multiplied by the gate's sigmoid.
+    head_gate: g_proj gives a number for each head instead, by whose sigmoid it is multiplied.
     hybrid: what a checkpoint's layers have in place of attention, or beside it; "": nothing.
     "delta": some have a gated delta rule, as config.json says. "kimi": that of Kimi, and no layer
     turns; see loading/kimi.py. "convs": some have a gated short convolution, see
@@ -133,6 +134,7 @@ class Architecture:
     mtp: str = ""
     scales_embeddings: bool = False
     output_gate: bool = False
+    head_gate: bool = False
     hybrid: str = ""
     projections: tuple[str, ...] = ()
     windows: str = ""

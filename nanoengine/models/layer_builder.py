@@ -54,7 +54,7 @@ def rotations(config: ModelConfig) -> tuple[dict[int, list[RopeConfig | None]], 
 
 
 def _rope(config: ModelConfig, layer: int) -> RopeConfig | None:
-    if config.local_rope is not None and config.attention.window(layer) is not None:
+    if config.local_rope is not None and config.window(layer) is not None:
         return config.local_rope
     return None if layer in config.no_rope_layers else config.rope
 
@@ -192,6 +192,7 @@ class LayerBuilder:
             None if sinks is None else sinks.float(),
             shape.values_are_keys,
             config.multipliers.attended,
+            architecture.head_gate,
         )
         return self._qkv(prefix, "qk" if shape.values_are_keys else "qkv"), attention, out
 
@@ -233,6 +234,8 @@ class LayerBuilder:
         names = ("qkv",) if "qkv" in self._architecture.fused else tuple(parts)
         weights, biases = self._weights(prefix, names, has_qkv_bias(self._config))
         weight = self._in_order(weights)
+        if self._architecture.head_gate:
+            weight = joined([weight, self._source(f"{prefix}g_proj.weight")])
         return Projection(weight, numbers_of(self._in_order([*biases])) if biases else None)
 
     def _in_order(self, parts: list[Weight]) -> Weight:

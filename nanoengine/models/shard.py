@@ -139,7 +139,7 @@ class Shard:
                 return (_times(self.heads(model.num_heads), dim),)
             case "q_proj" | "k_proj" | "v_proj" | "qkv_proj":
                 return self._head_rows(kind, layer, model)
-            case "sinks":
+            case "sinks" | "g_proj":
                 return (self.heads(model.num_heads),)
             case "per_layer_input_gate":
                 return (self.part(model.layer_input_size),)

@@ -118,6 +118,8 @@ def _attention_shapes(config: ModelConfig, layer: int) -> Shapes:
         qkv = {"qkv": heads + 2 * kv_heads}
     if architecture.sinks:
         yield f"{part}sinks", (config.num_heads,)
+    if architecture.head_gate:
+        yield f"{part}g_proj.weight", (config.num_heads, config.hidden_size)
     yield from _product_shapes(part, qkv, config.hidden_size, has_qkv_bias(config))
     yield from _product_shapes(part, {"o": config.hidden_size}, heads, has_out_bias(config))
 

@@ -64,6 +64,7 @@ FAMILIES = (
     Family("Hunyuan", "HunYuanDenseV1 HunYuanMoEV1", "256K", "hunyuan_a13b"),
     Family("Kimi", "KimiLinear", "1M", "kimi_k2"),
     Family("LFM2", "Lfm2 Lfm2Moe", "32K", "lfm2"),
+    Family("LFM3", "Lfm3", "128K"),
     Family("Llama", "Llama", "4K to 128K", "llama3_json"),
     Family("MiniMax", "MiniMaxM2", "192K", "minimax_m2"),
     Family(

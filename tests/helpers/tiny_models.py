@@ -502,6 +502,16 @@ TINY: dict[str, TinyModel] = {
         },
         seed=64,
     ),
+    # Norms before and after, a gate for each head, a window of one of two layers with attention.
+    "lfm3": TinyModel(
+        "lfm3",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "conv", "full_attention", "conv"],
+            "sliding_window": 13,
+        },
+        seed=121,
+    ),
     # The middle layer sees everything, and turns by another theta than those with a window.
     "gemma3": TinyModel(
         "gemma3_text",

@@ -77,6 +77,7 @@ def test_the_reference_is_the_same_with_any_guess(tiny: Callable[[str], Path]) -
             "qwen3.5-moe",
             "nemotron-h-moe",
         ),
+        *(pytest.param(name, marks=pytest.mark.breadth) for name in ("lfm3",)),
     ],
 )
 def test_bfloat16_is_as_near_as_transformers_own(tiny: Callable[[str], Path], name: str) -> None:
