@@ -11,7 +11,7 @@ from nanoengine.text.checked_json import CheckedJson
 
 MAX_STATE_DIM, MAX_CONV_SIZE = 1024, 64  # of recurrent layers
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
-CONV = "conv"
+ATTENTION_KINDS, CONV = (FULL, SLIDING), "conv"
 
 
 def layer_windows(
@@ -27,8 +27,8 @@ def layer_windows(
     if row.hybrid not in ("", "apart") and not rule:
         return ()
     if rule == "pattern":
-        kinds = (FULL, SLIDING, CONV) if row.hybrid == "convs" else (FULL, SLIDING)
-        return _windows_by_pattern(settings, num_layers, where, kinds)
+        known = (*ATTENTION_KINDS, CONV) if row.hybrid == "convs" else ATTENTION_KINDS
+        return _windows_by_pattern(settings, num_layers, where, known)
     if not rule or (rule == "layer_types" and not settings.get("use_sliding_window")):
         window, first = None, num_layers
     else:
@@ -40,11 +40,7 @@ def layer_windows(
     kinds: Any = [SLIDING if window and i >= first else FULL for i in range(num_layers)]
     listed = settings.get("layer_types")
     if listed is not None and listed != kinds:
-        if (
-            rule != "layer_types"
-            or not window
-            or not _are_layer_types(listed, num_layers, (FULL, SLIDING))
-        ):
+        if rule != "layer_types" or not window or not _are_layer_types(listed, num_layers):
             raise UnsupportedModelError(
                 f"{where}: 'layer_types' {shown(listed)} with a 'sliding_window' of {window} is "
                 "not supported"
@@ -125,7 +121,9 @@ def read_conv_size(content: CheckedJson, key: str) -> int:
     return size
 
 
-def _are_layer_types(listed: object, num_layers: int, kinds: tuple[str, ...]) -> bool:
+def _are_layer_types(
+    listed: object, num_layers: int, kinds: tuple[str, ...] = ATTENTION_KINDS
+) -> bool:
     if not isinstance(listed, list) or len(listed) != num_layers:
         return False
     return all(kind in kinds for kind in listed)

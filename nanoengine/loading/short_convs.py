@@ -1,4 +1,4 @@
-"""LFM2, dense or with experts, and LFM3: the settings in its config.json, and where its tensors are."""
+"""LFM2, dense or with experts, and LFM3: the settings in config.json, and where tensors are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from collections.abc import Iterable, Iterator
 
 from nanoengine.config.model import ModelConfig, ShortConvConfig
 from nanoengine.loading.checkpoint import Part
-from nanoengine.loading.layer_kinds import CONV, FULL, SLIDING, layers_of_kind, read_conv_size
+from nanoengine.loading.layer_kinds import (
+    ATTENTION_KINDS,
+    CONV,
+    FULL,
+    layers_of_kind,
+    read_conv_size,
+)
 from nanoengine.models.architecture import Architecture
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import CheckedJson, whole
@@ -47,7 +53,7 @@ def read_short_convs(
         key, listed = ATTENTION, [FULL if i in have else CONV for i in range(num_layers)]
     layers: tuple[int, ...] = ()
     if listed is not None:
-        others = (FULL, SLIDING) if architecture.windows else (FULL,)
+        others = ATTENTION_KINDS if architecture.windows else (FULL,)
         layers = layers_of_kind(content, key, listed, num_layers, CONV, others)
     channels, conv_size = content.size("hidden_size"), read_conv_size(content, "conv_L_cache")
     has_bias = content.flag("conv_bias")

@@ -37,8 +37,8 @@ class Attention:
         """layer: counted among those with attention. norms: of q, of k and perhaps of v, over each
         head, or over all of them where the weight is as long. norms_turned: those come after the
         rotation; then angles have those of no rotation, too. has_gate: a gate for each head follows
-        v; has_head_gate: a number for each head does. sinks: as in AttentionBackend.run. values_are_keys: v is not there, but is k. factor: of
-        what is attended to.
+        v; has_head_gate: a number for each head does. sinks: as in AttentionBackend.run.
+        values_are_keys: v is not there, but is k. factor: of what is attended to.
         """
         self._ops = ops
         self._layer = layer
