@@ -264,11 +264,12 @@ def _softcap(content: CheckedJson, reads: Collection[str]) -> float | None:
 def _no_rope_layers(
     content: CheckedJson, architecture: Architecture, windows: Sequence[int | None]
 ) -> tuple[int, ...]:
-    """Layers without RoPE. Nemotron-H's and Kimi's: all, and Granite 4's, but for Micro. SmolLM3's:
-    zeros in a list, or the last layer of each interval.
+    """Layers without RoPE. Nemotron-H's and Kimi's: all, and Granite 4's, but for Micro; OLMo
+    Hybrid's, where it says so. SmolLM3's: zeros in a list, or the last layer of each interval.
     """
     num_layers = len(windows)
     has_none = architecture.hybrid == "mixers" and content.get("position_embedding_type") != "rope"
+    has_none |= "rope_theta" in architecture.reads and _lacks_rope(content)
     if architecture.hybrid in ("apart", "kimi") or has_none:
         return tuple(range(num_layers))
     if architecture.ropes_in_windows and content.get("sliding_window") is not None:
@@ -286,6 +287,12 @@ def _no_rope_layers(
             f"{content.path}: 'no_rope_layers' has {len(listed)} entries for {num_layers} layers"
         )
     return tuple(i for i, has_rope in enumerate(listed[:num_layers]) if not has_rope)
+
+
+def _lacks_rope(content: CheckedJson) -> bool:
+    """Whether config.json says null of RoPE, or of its theta."""
+    said, theta = content.values.get("rope_parameters", {}), content.values.get("rope_theta", 0)
+    return (said.get("rope_theta", theta) if isinstance(said, dict) else theta or None) is None
 
 
 def _recurrent(
@@ -309,6 +316,7 @@ def _recurrent(
         value_dim=content.size("linear_value_head_dim", limit=MAX_STATE_DIM),
         conv_size=read_conv_size(content, "linear_conv_kernel_dim"),
         out_tiles=values // keys if content.flag(OUT_IS_TILED) else 1,
+        doubles_steps=content.flag("linear_allow_neg_eigval"),
     )
     return rule if rule.layers else None
 

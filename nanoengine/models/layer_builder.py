@@ -12,7 +12,13 @@ from torch import Tensor
 
 from nanoengine.config.model import ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.models.activations import XIELU_SHAPES, Xielu, relu2
-from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
+from nanoengine.models.architecture import (
+    CHOICE_BIAS,
+    LATENT_NAMES,
+    MTP_JOIN,
+    MTP_NORMS,
+    ExpertNames,
+)
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.expert_layer import make_mixture
 from nanoengine.models.experts import ExpertWeights, Map, MixtureWeights, Routing
@@ -39,7 +45,7 @@ from nanoengine.models.recurrent_builder import (
 )
 from nanoengine.models.rope import head_order
 from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
-from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
+from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias, norms_of
 
 
 def rotations(config: ModelConfig) -> tuple[dict[int, list[RopeConfig | None]], list[int]]:
@@ -134,7 +140,7 @@ class LayerBuilder:
 
     def layer(self, index: int) -> LayerParts:
         """The parts of one layer."""
-        config, names = self._config, self._architecture.norms
+        config, names = self._config, norms_of(self._config, index)
         layer = f"model.layers.{index}."
         before = self._norm_if(layer, names.before_attention)
         beside = None
@@ -269,7 +275,7 @@ class LayerBuilder:
         )
 
     def _mlp(self, index: int, layer: str, before_attention: Norm | None) -> Product:
-        names, prefix = self._architecture.norms, layer + "mlp."
+        names, prefix = norms_of(self._config, index), layer + "mlp."
         norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
         if self._architecture.is_parallel:
             norm = before_attention
@@ -310,8 +316,13 @@ class LayerBuilder:
             shared=self._expert(shared + ".", has_bias=False) if config.shared_size else None,
             shared_gate=self._numbers_if(names.has_shared_gate, shared + "_gate.weight"),
             before_router=self._router_norm(own_router) if own_router else None,
+            latent=self._latents(prefix) if config.latent_size else None,
         )
         return make_mixture(self._ops, weights, norm, self._architecture.activation)
+
+    def _latents(self, prefix: str) -> tuple[Weight, Weight]:
+        first, second = (self._source(f"{prefix}{name}.weight") for name in LATENT_NAMES)
+        return first, second
 
     def _router_norm(self, layer: str) -> Product:
         """The norm before a router with one of its own, divided by the root of its size."""

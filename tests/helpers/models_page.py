@@ -71,7 +71,7 @@ FAMILIES = (
         "Mistral", "Mistral Mixtral Ministral3", "32K to 256K", "mistral",
     ),
     Family("Nemotron", "NemotronH", "8K to 256K", "nemotron_v2 qwen3_coder"),
-    Family("OLMo", "Olmo2 Olmo3 Olmoe", "4K, 64K", "olmo3"),
+    Family("OLMo", "Olmo2 Olmo3 Olmoe OlmoHybrid", "4K, 64K", "olmo3"),
     Family("Phi", "Phi3", "4K to 128K", "phi4_mini_json"),
     Family("Qwen 1.5 to 3", "Qwen2 Qwen2Moe Qwen3 Qwen3Moe", "32K to 256K", "hermes qwen3_coder"),
     Family(
@@ -129,6 +129,8 @@ def _ggufs(family: Family) -> str:
     found = family.architectures
     names = {name for name, target in GGUF.items() if target in found}
     names |= {GGUF_OF[name] for name in found if name in GGUF_OF}
+    if not names:
+        return "-"
     unread = [row.models for name, row in found.items() if name not in GGUF_OF]
     return ", ".join(sorted(names)) + "".join(f"; none of {models}" for models in unread)
 

@@ -390,6 +390,25 @@ TINY: dict[str, TinyModel] = {
         },
         seed=42,
     ),
+    # Nemotron 3 Super: experts in a latent space, as wide inside as the residual stream.
+    "nemotron-h-latent": TinyModel(
+        "nemotron_h",
+        NEMOTRON_H
+        | {
+            "layers_block_type": [
+                *("linear_attention", "moe", "full_attention", "moe", "linear_attention"),
+            ],
+            "num_hidden_layers": 5,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "moe_latent_size": 24,
+            "moe_shared_expert_intermediate_size": 56,
+            "head_dim": 24,
+            "routed_scaling_factor": 2.5,
+        },
+        seed=123,
+    ),
     # Mamba-2 layers, and attention without RoPE; experts with one beside them, or that one alone.
     "granite-hybrid": TinyModel(
         "granitemoehybrid",
@@ -511,6 +530,18 @@ TINY: dict[str, TinyModel] = {
             "sliding_window": 13,
         },
         seed=121,
+    ),
+    # Norms after attention, and before recurrent layers, whose shares go up to 2; no layer turns.
+    "olmo-hybrid": TinyModel(
+        "olmo_hybrid",
+        HYBRID
+        | {
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+        seed=122,
+        saved_as={"save_original_format": False},  # else it divides the convolutions evenly
     ),
     # The middle layer sees everything, and turns by another theta than those with a window.
     "gemma3": TinyModel(

@@ -150,8 +150,12 @@ STATES = {  # how many layers have one, and KV
     "falcon-h1": (3, 3),
     "kimi-linear": (2, 1),
     "lfm3": (2, 2),
+    "olmo-hybrid": (2, 1),
+    "nemotron-h-latent": (2, 1),
 }
-NAMES = named({name: name for name in STATES}, *[name for name in STATES if name != "lfm3"])
+FIRST = ("qwen3.5", "nemotron-h", "granite-hybrid", "lfm2", "falcon-h1", "kimi-linear")
+NAMES = named({name: name for name in STATES}, *FIRST)
+LATER = ("lfm3", "olmo-hybrid", "nemotron-h-latent")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -195,7 +199,7 @@ def test_states_follow_their_requests(
         "lfm2-moe",
         "falcon-h1-norm",
         "kimi-linear",
-        pytest.param("lfm3", marks=pytest.mark.breadth),
+        *(pytest.param(name, marks=pytest.mark.breadth) for name in LATER),
     ],
 )
 def test_experts_or_nothing_behind_recurrent_layers(
