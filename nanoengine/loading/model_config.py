@@ -219,7 +219,9 @@ def _layers(content: CheckedJson, architecture: Architecture) -> tuple[list[str]
         mixers = read_pattern(content)
         return mixers, len(mixers)
     num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
-    mixers = read_mixers(content, num_layers) if architecture.hybrid == "mixers" else []
+    mixers = (
+        read_mixers(content, architecture, num_layers) if architecture.hybrid == "mixers" else []
+    )
     return [BOTH] * num_layers if architecture.hybrid == "beside" else mixers, num_layers
 
 

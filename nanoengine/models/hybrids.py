@@ -74,6 +74,36 @@ LFM2_DEFAULTS: dict[str, Any] = {
 }
 
 HYBRIDS = {
+    "BambaForCausalLM": Architecture(
+        "Bamba (9B)",
+        norms=NormNames(before_mlp="pre_ff_layernorm"),
+        hybrid="mixers",
+        reads=("attn_layer_indices", "partial_rotary_factor"),
+        requires={
+            "hidden_act": (None, "silu", "swish"),
+            "mamba_conv_bias": (None, True),
+            "mamba_proj_bias": (None, False),
+            "time_step_limit": NO_LIMIT,
+        },
+        defaults={
+            "vocab_size": 128000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "mamba_d_conv": 4,
+            "mamba_d_head": "auto",
+            "mamba_d_state": 256,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 128,
+            "max_position_embeddings": 262144,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "position_embedding_type": "rope",  # Granite 4's key
+            "rms_norm_eps": 1e-5,
+        },
+    ),
     "FalconH1ForCausalLM": Architecture(
         # A list of multipliers is read if there is one.
         "Falcon-H1 (0.5B to 34B, also H1R)",

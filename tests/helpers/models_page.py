@@ -47,6 +47,7 @@ class Family:
 FAMILIES = (
     Family("Apertus", "Apertus", "64K", "apertus"),
     Family("Arcee", "Arcee", "64K"),
+    Family("Bamba", "Bamba", "4K"),
     Family("Command", "Cohere Cohere2", "8K to 256K", "cohere_command3", "of Command R and Aya"),
     Family("DeepSeek", "DeepseekV2 DeepseekV3", "32K to 160K", "deepseek_v3 deepseek_v31"),
     Family("dots", "Dots1", "32K"),

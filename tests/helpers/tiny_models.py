@@ -432,6 +432,19 @@ TINY: dict[str, TinyModel] = {
         },
         seed=62,
     ),
+    # Mamba-2 layers, and attention in which half of a head turns; one feed-forward each.
+    "bamba": TinyModel(
+        "bamba",
+        {
+            "attn_layer_indices": [1],
+            "mamba_d_state": 20,
+            "mamba_n_groups": 4,
+            "mamba_n_heads": 8,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        seed=124,
+    ),
     # Attention and Mamba-2 side by side, and every multiplier; one group without a norm.
     "falcon-h1": TinyModel("falcon_h1", FALCON_H1, seed=64),
     # A norm before the gate, groups, another convolution, tied embeddings and all biases.

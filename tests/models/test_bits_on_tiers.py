@@ -16,7 +16,7 @@ from tiers import LAYOUTS, run
 
 DENSE = ("apertus", "arcee", "exaone4", "ernie", "gemma3", "gemma3-softcap", "glm4", "granite")
 DENSE += ("cohere2", "falcon-h1", "hunyuan", "lfm2", "ministral3")
-HYBRIDS = ("lfm3", "olmo-hybrid", "nemotron-h-latent")
+HYBRIDS = ("bamba", "lfm3", "olmo-hybrid", "nemotron-h-latent")
 EXPERTS = (
     "dots1",
     "granite-moe-shared",
