@@ -443,7 +443,7 @@ TINY: dict[str, TinyModel] = {
             "attention_bias": True,
             "mlp_bias": True,
         },
-        seed=124,
+        seed=125,
     ),
     # Attention and Mamba-2 side by side, and every multiplier; one group without a norm.
     "falcon-h1": TinyModel("falcon_h1", FALCON_H1, seed=64),
