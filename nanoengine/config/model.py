@@ -179,7 +179,7 @@ class ExpertsConfig:
     has_choice_bias: scores have a bias for the choice alone. least_sum: is added to the sum that
     scores are divided by, so that it is never 0. exact_router: its weight is in float32, whatever
     the dtype of the model. latent_size: of what experts take and give, with a product before them
-    and one behind their sum (arXiv 2601.18089); 0: they take and give what others do.
+    and one behind their sum; 0: they take and give what others do.
     """
 
     count: int

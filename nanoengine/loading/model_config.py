@@ -68,6 +68,7 @@ from nanoengine.text.checked_json import CheckedJson, has_file, read_json_if_any
 from nanoengine.text.tokenizer_files import read_eos_id
 
 MAX_LAYERS = 10_000
+DOUBLES = "linear_allow_neg_eigval"  # RecurrentConfig's doubles_steps
 FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # as of Factors
 
 
@@ -318,7 +319,7 @@ def _recurrent(
         value_dim=content.size("linear_value_head_dim", limit=MAX_STATE_DIM),
         conv_size=read_conv_size(content, "linear_conv_kernel_dim"),
         out_tiles=values // keys if content.flag(OUT_IS_TILED) else 1,
-        doubles_steps=content.flag("linear_allow_neg_eigval"),
+        doubles_steps=DOUBLES in architecture.reads and content.flag(DOUBLES),
     )
     return rule if rule.layers else None
 

@@ -33,8 +33,8 @@ def make_net(
     multipliers: Multipliers,
 ) -> RecurrentNet:
     """convs: what the names of convolutions begin with, one behind the other. tensor: gives one of
-    a layer by its name there. eps: of the norm behind the rule. What is
-    convolved is multiplied by way of the convolution, what the rule gives by way of the norm.
+    a layer by its name there. eps: of the norm behind the rule. What is convolved is multiplied by
+    way of the convolution, what the rule gives by way of the norm.
     """
 
     def wide(name: str) -> Tensor:

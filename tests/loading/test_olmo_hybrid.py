@@ -49,6 +49,10 @@ def test_missing_keys_are_transformers_defaults(tmp_path: Path) -> None:
     assert (found.num_layers, found.max_position) == (32, theirs.max_position_embeddings)
     single = read(tmp_path, linear_allow_neg_eigval=False).recurrent
     assert single == replace(shape, doubles_steps=False)
+    qwen = {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 32, "hidden_size": 64}
+    qwen |= {"intermediate_size": 96, "vocab_size": 100, "linear_allow_neg_eigval": True}
+    ignores = read(tmp_path, **qwen).recurrent  # as transformers' class does
+    assert ignores == replace(shape, doubles_steps=False)
 
 
 @pytest.mark.parametrize(
