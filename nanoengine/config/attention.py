@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class AttentionConfig:
     """Which keys a query sees and how its scores are computed, equal for every backend.
 
-    scale: factor of the products q k; None: head_dim**-0.5. windows: for each layer, how many keys
-    a query sees, its own included; None: all; no entries: all in every layer. head_dims: of each
-    layer if they differ; head_dim is then the largest.
+    scale: factor of the products q k; None: head_dim**-0.5. windows: for each layer with attention,
+    how many keys a query sees, its own included; None: all; no entries: all in every layer.
+    head_dims: of each layer if they differ; head_dim is then the largest.
     """
 
     head_dim: int

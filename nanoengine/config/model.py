@@ -78,7 +78,8 @@ class RecurrentConfig:
     here. A key head serves neighbouring value heads. conv_size: tokens that the convolution
     before the rule sees.
     out_tiles: the inputs of the output projection are so many tiles, the first with the first value
-    head of every key head, the second with the second; 1: value heads are in order. Of Mamba-2:
+    head of every key head, the second with the second; 1: value heads are in order. doubles_steps:
+    a delta rule's shares of a value go up to 2 (arXiv 2411.12537). Of Mamba-2:
     norm: a key of models.mamba.NORMS; has_bias, has_out_bias: of the first and the last projection.
     """
 
@@ -93,6 +94,7 @@ class RecurrentConfig:
     norm: str = "after gate"
     has_bias: bool = False
     has_out_bias: bool = False
+    doubles_steps: bool = False
 
     @property
     def sizes(self) -> list[int]:
@@ -176,7 +178,8 @@ class ExpertsConfig:
     shared_size: of the expert that all tokens go to (0: none). has_bias: of all products here.
     has_choice_bias: scores have a bias for the choice alone. least_sum: is added to the sum that
     scores are divided by, so that it is never 0. exact_router: its weight is in float32, whatever
-    the dtype of the model.
+    the dtype of the model. latent_size: of what experts take and give, with a product before them
+    and one behind their sum; 0: they take and give what others do.
     """
 
     count: int
@@ -194,6 +197,7 @@ class ExpertsConfig:
     has_choice_bias: bool = False
     least_sum: float = LEAST_SUM
     exact_router: bool = False
+    latent_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +298,8 @@ class LayerShape:
 class ModelConfig:
     """A decoder's shape, read from config.json. `architecture` is a key of models.ARCHITECTURES.
 
-    no_rope_layers: layers without RoPE (arXiv 2501.18795). windows: as in AttentionConfig.
+    no_rope_layers: layers without RoPE (arXiv 2501.18795). windows: of each
+    layer, None where it sees all keys or has no attention; () without any.
     query_pre_attn_scalar: its root divides the scores (None: head_dim). local_rope: RoPE of the
     layers with a window (None: as in the others). final_logit_softcap: softcap of the logits.
     wrapper: the class in config.json if this is the text model of one for images, too. experts:
@@ -365,7 +370,18 @@ class ModelConfig:
         scale = None if scalar is None else scalar**-0.5
         dims = tuple(shape.head_dim for shape in self.shapes)
         widest = max(dims, default=self.head_dim)
-        return AttentionConfig(widest, scale, self.windows, dims)
+        windows = tuple(map(self.window, self.attention_layers)) if self.windows else ()
+        return AttentionConfig(widest, scale, windows, dims)
+
+    def window(self, layer: int) -> int | None:
+        """The most keys that a query of this layer sees; None: all up to its own."""
+        return self.windows[layer] if layer < len(self.windows) else None
+
+    @property
+    def expert_width(self) -> int:
+        """Numbers that an expert takes of a token, and gives."""
+        latent_size = 0 if self.experts is None else self.experts.latent_size
+        return latent_size or self.hidden_size
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

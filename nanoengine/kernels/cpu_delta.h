@@ -26,7 +26,7 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
     /* Channels without heads are the values of one. */
     int64_t sequences, tokens, x_token, key_heads, heads, key_dim, value_dim, conv_size, is_bf16, threads, rule;
     int64_t norm_kind;
-    double eps, gate_by, step_by; /* the last two: what Mamba-2's z and dt are multiplied by */
+    double eps, gate_by, step_by; /* the last two: what Mamba-2's z and dt are multiplied by, or beta */
 } delta_args;
 
 typedef struct { /* one sequence of the call */
@@ -241,7 +241,7 @@ INLINE void delta_head(const delta_args *a, const run_t *r, int64_t head, head_t
             }
             unit(mixed + key, h->q + t * a->key_dim, a->key_dim, 1.0f / sqrtf(a->key_dim));
             unit(mixed + key_size(a) + key, h->k + t * a->key_dim, a->key_dim, 1.0f);
-            h->beta[t] = sigmoid(load_f32(AT(ba, head, mode), 1, mode)[0], mode);
+            h->beta[t] = sigmoid(load_f32(AT(ba, head, mode), 1, mode)[0], mode) * (float)a->step_by;
             if (a->rule == KIMI) {
                 const int64_t at = head * a->key_dim;
                 decays_of(AT(ba, a->heads + at, mode), a->dt_bias + at, a->decay[head],

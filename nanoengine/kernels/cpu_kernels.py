@@ -318,7 +318,7 @@ class CpuKernels:
             *(_IS_BF16[x.dtype], torch.get_num_threads(), rule),
             NORMS.index(net.shape.norm) if isinstance(net, MambaNet) else 0,
             getattr(net, "eps", 0.0),
-            *((net.gate_by, net.step_by) if isinstance(net, MambaNet) else (1.0, 1.0)),
+            *(getattr(net, name, 1.0) for name in ("gate_by", "step_by")),
         )
         function = self._short_conv if isinstance(net, ShortConvNet) else self._gated_delta
         self.tape.call(function, packed, pointed_to)

@@ -89,11 +89,13 @@ def _gates(
     mask = d < KEY_DIM if IS_KIMI else None
     bias = tl.load(dt_bias + at, mask=mask)
     projected = tl.load(ends + HEADS * IS_DELTA + at, mask=mask).to(tl.float32)
-    rate = _softplus(projected * step_by + bias)
+    if not IS_DELTA:
+        projected *= step_by
+    rate = _softplus(projected + bias)
     share = rate
     if IS_DELTA:
         b = tl.load(ends + head)
-        share = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)
+        share = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32) * step_by
     to = gates + token.to(tl.int64) * (DECAYS + HEADS)
     tl.store(to + at, tl.exp(tl.load(decay + head) * rate), mask=mask)
     tl.store(to + DECAYS + head, share)
@@ -258,9 +260,9 @@ def recurrence(
         out.copy_(short_conv(x, net, state, ctx))
         return
     shape, is_delta, is_kimi = net.shape, isinstance(net, DeltaNet), isinstance(net, KimiNet)
-    bias, skip, gate_by, step_by = None, None, 1.0, 1.0
+    bias, skip, gate_by = None, None, 1.0
     if isinstance(net, MambaNet):
-        bias, skip, gate_by, step_by = net.conv_bias, net.skip, net.gate_by, net.step_by
+        bias, skip, gate_by = net.conv_bias, net.skip, net.gate_by
     heads = shape.num_key_heads, shape.num_value_heads, shape.key_dim, shape.value_dim
     tokens, num_seqs, pad = len(x), len(ctx.kv_lens), triton.next_power_of_2
     mixed = x.new_empty(tokens, shape.channels, dtype=torch.float32)
@@ -270,7 +272,7 @@ def recurrence(
     widest = pad(max(shape.key_dim, shape.value_dim))
     mix[(tokens, 2 * shape.num_key_heads + shape.num_value_heads)](
         x, net.conv, bias, net.decay, net.dt_bias, state.inputs, *step, mixed, gates,
-        num_seqs, x.stride(0), shape.key_dim**-0.5, step_by, *heads, shape.conv_size,
+        num_seqs, x.stride(0), shape.key_dim**-0.5, net.step_by, *heads, shape.conv_size,
         pad(shape.conv_size), widest, is_delta, is_kimi, num_warps=1,
     )  # fmt: skip
     block, blocks = blocks_of(shape)

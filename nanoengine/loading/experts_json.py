@@ -66,8 +66,14 @@ def read_experts(
         shared_size=shared,
         has_choice_bias=names.has_choice_bias and content.get("use_expert_bias") is not False,
         least_sum=names.least_sum,
+        latent_size=_latent_size(content, names),
         **_groups(content, names, count),
     )
+
+
+def _latent_size(content: CheckedJson, names: ExpertNames) -> int:
+    has_none = not names.latent_size or content.get(names.latent_size) is None
+    return 0 if has_none else content.size(names.latent_size)
 
 
 def _even(content: CheckedJson, keys: Iterable[str]) -> None:
@@ -233,5 +239,5 @@ class _OfAll:
         shape says so, as in transformers.
         """
         outputs, inputs = reader.shape(self.stored)[1:]
-        width = config.hidden_size
+        width = config.expert_width
         return width == outputs != inputs if self.product != "down" else width == inputs != outputs

@@ -103,11 +103,16 @@ def kimi_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[str, 
                 yield f"{layer}mlp.{rest}", Part(name)
         elif int(index) not in model.recurrent_layers:
             continue
-        elif part == "conv1d" and isinstance(model.recurrent, RecurrentConfig):
-            q, k = model.recurrent.key_size, 2 * model.recurrent.key_size
-            for kind, first, last in (("q", 0, q), ("k", q, k), ("v", k, None)):
-                rows = Part(name, rows=(first, last, 1))
-                yield f"{layer}linear_attn.{kind}_conv1d.{end}", rows
+        elif part == "conv1d":
+            yield from parts_of_convolution(model, f"{layer}linear_attn.", name)
         elif part in _PARTS:
             is_flat = part == "A_log"  # it has three dimensions of 1
             yield f"{layer}linear_attn.{_PARTS[part]}{dot}{end}", Part(name, is_flat=is_flat)
+
+
+def parts_of_convolution(model: ModelConfig, prefix: str, name: str) -> Iterator[tuple[str, Part]]:
+    """Those of q, k and v within the one tensor that transformers 5 has. prefix: of their names."""
+    assert isinstance(model.recurrent, RecurrentConfig)
+    q, k = model.recurrent.key_size, 2 * model.recurrent.key_size
+    for kind, first, last in (("q", 0, q), ("k", q, k), ("v", k, None)):
+        yield f"{prefix}{kind}_conv1d.weight", Part(name, rows=(first, last, 1))

@@ -11,6 +11,7 @@ from nanoengine.text.checked_json import CheckedJson
 
 MAX_STATE_DIM, MAX_CONV_SIZE = 1024, 64  # of recurrent layers
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
+ATTENTION_KINDS, CONV = (FULL, SLIDING), "conv"
 
 
 def layer_windows(
@@ -23,10 +24,11 @@ def layer_windows(
     """
     rule = ARCHITECTURES[architecture].windows
     row = ARCHITECTURES[architecture]
-    if row.hybrid not in ("", "apart"):
+    if row.hybrid not in ("", "apart") and not rule:
         return ()
     if rule == "pattern":
-        return _windows_by_pattern(settings, num_layers, where)
+        known = (*ATTENTION_KINDS, CONV) if row.hybrid == "convs" else ATTENTION_KINDS
+        return _windows_by_pattern(settings, num_layers, where, known)
     if not rule or (rule == "layer_types" and not settings.get("use_sliding_window")):
         window, first = None, num_layers
     else:
@@ -49,16 +51,18 @@ def layer_windows(
 
 
 def _windows_by_pattern(
-    settings: Mapping[str, Any], num_layers: int, where: object
+    settings: Mapping[str, Any], num_layers: int, where: object, kinds: tuple[str, ...]
 ) -> tuple[int | None, ...]:
-    """By `layer_types`; without it, in all layers except every `sliding_window_pattern`-th."""
+    """By `layer_types`; without it, in all layers except every `sliding_window_pattern`-th. kinds:
+    those that layers may be.
+    """
     window: Any = settings.get("sliding_window")
     listed: Any = settings.get("layer_types")
     interval = settings.get("sliding_window_pattern")
     if listed is None and type(interval) is int and interval > 0:
         listed = [SLIDING if (i + 1) % interval else FULL for i in range(num_layers)]
     has_window = type(window) is int and window > 0
-    if not _are_layer_types(listed, num_layers) or (SLIDING in listed and not has_window):
+    if not _are_layer_types(listed, num_layers, kinds) or (SLIDING in listed and not has_window):
         raise UnsupportedModelError(
             f"{where}: 'layer_types' {listed!r} for {num_layers} layers with a 'sliding_window' of "
             f"{window!r} and a 'sliding_window_pattern' of {interval!r} is not supported"
@@ -77,16 +81,23 @@ def recurrent_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
 
 
 def layers_of_kind(
-    content: CheckedJson, key: str, listed: object, num_layers: int, kind: str
+    content: CheckedJson,
+    key: str,
+    listed: object,
+    num_layers: int,
+    kind: str,
+    others: tuple[str, ...] = (FULL,),
 ) -> tuple[int, ...]:
-    """The layers of this kind, where the others have attention. listed: the kinds of all, by `key`
-    of config.json. Raises UnsupportedModelError.
+    """The layers of this kind, where the others have attention, of the kinds `others`. listed: the
+    kinds of all, by `key` of config.json. Raises UnsupportedModelError.
     """
     kinds = listed if isinstance(listed, list) and len(listed) == num_layers else []
-    if FULL not in kinds or any(each not in (FULL, kind) for each in kinds):
+    known = *others, kind
+    if FULL not in kinds or any(each not in known for each in kinds):
         raise UnsupportedModelError(
             f"{content.path}: {key!r} {shown(content.get(key))} for {num_layers} layers is not "
-            f"supported; each must be {FULL!r} or {kind!r}, and one at least the first of these"
+            f"supported; each must be {' or '.join(map(repr, known))}, and one at least the first "
+            "of these"
         )
     return tuple(i for i, each in enumerate(kinds) if each == kind)
 
@@ -110,7 +121,9 @@ def read_conv_size(content: CheckedJson, key: str) -> int:
     return size
 
 
-def _are_layer_types(listed: object, num_layers: int) -> bool:
+def _are_layer_types(
+    listed: object, num_layers: int, kinds: tuple[str, ...] = ATTENTION_KINDS
+) -> bool:
     if not isinstance(listed, list) or len(listed) != num_layers:
         return False
-    return all(kind in (FULL, SLIDING) for kind in listed)
+    return all(kind in kinds for kind in listed)

@@ -30,6 +30,7 @@ from nanoengine.loading.modelopt import quantization_of
 from nanoengine.loading.mtp_names import check_has_mtp, mtp_parts, with_mtp
 from nanoengine.loading.nf4 import Nf4Reader, has_nf4
 from nanoengine.loading.nvfp4 import Nvfp4Reader, has_nvfp4
+from nanoengine.loading.olmo_hybrid import olmo_hybrid_parts
 from nanoengine.loading.packed_ints import PackedReader, packed_format
 from nanoengine.loading.short_convs import short_conv_parts
 from nanoengine.loading.wrappers import about_others, text_config
@@ -185,6 +186,7 @@ def rename_tensors(config: ModelConfig, reader: Listing) -> None:
     reader.rename(mixer_parts(config, reader.names()))
     reader.rename(dict(short_conv_parts(config, reader.names())))
     reader.rename(dict(kimi_parts(config, reader.names())))
+    reader.rename(dict(olmo_hybrid_parts(config, reader.names())))
     reader.rename(expert_parts(config, reader))
 
 

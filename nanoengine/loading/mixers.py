@@ -3,6 +3,7 @@
 Nemotron-H: a layer of the checkpoint is one thing: a Mamba-2 mixer, attention, a feed-forward or
 experts. A mixer and what of the last two is behind it are one layer here; some mixers have none.
 Granite 4: a layer is a mixer and a feed-forward, or experts with one beside them.
+Bamba: a layer is a mixer and a feed-forward.
 Falcon-H1: a layer is a Mamba-2 mixer, attention beside it, and a feed-forward.
 """
 
@@ -33,6 +34,7 @@ _KINDS = {
 # Keys of config.json: key heads, value heads, their sizes, and the convolution's.
 _KEYS = ("n_groups", "mamba_num_heads", "ssm_state_size", "mamba_head_dim", "conv_kernel")
 _NEWER = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
+_WITH_ATTENTION = "attn_layer_indices"
 _ENDS = {
     "embeddings": "model.embed_tokens",
     "embed_tokens": "model.embed_tokens",
@@ -56,9 +58,14 @@ def read_pattern(content: CheckedJson) -> list[str]:
     return _with_attention(content, re.findall("[M*][-E]?", pattern))
 
 
-def read_mixers(content: CheckedJson, num_layers: int) -> list[str]:
-    """The same of Granite 4, with experts behind all or none. Raises UnsupportedModelError."""
+def read_mixers(content: CheckedJson, architecture: Architecture, num_layers: int) -> list[str]:
+    """The same of Granite 4, with experts behind all or none, and of Bamba, which lists layers with
+    attention. Raises UnsupportedModelError.
+    """
+    indices = content.get(_WITH_ATTENTION)
     listed = content.get("layer_types") or content.get("layers_block_type")
+    if _WITH_ATTENTION in architecture.reads and isinstance(indices, list):
+        listed = ["attention" if i in indices else "mamba" for i in range(num_layers)]
     names = listed if isinstance(listed, list) else []
     kinds = [_KINDS.get(name, "?") if isinstance(name, str) else "?" for name in names]
     if len(kinds) != num_layers or {*kinds} - {MAMBA, ATTENTION}:
@@ -146,7 +153,7 @@ def mixer_parts(model: ModelConfig, names: Iterable[str]) -> dict[str, Part]:
     architecture = ARCHITECTURES[model.architecture]
     if architecture.experts is GRANITE_EXPERTS:
         return dict(_granites_parts(model, names))
-    if architecture.hybrid == "beside":
+    if architecture.hybrid in ("beside", "mixers"):
         return dict(_falcons_parts(names))
     if architecture.hybrid != "apart":
         return {}
@@ -193,6 +200,7 @@ def _granites_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[
 
 
 def _falcons_parts(names: Iterable[str]) -> Iterator[tuple[str, Part]]:
+    """Bamba's, too."""
     parts = {"mamba": "linear_attn", "feed_forward": "mlp"}
     for name in names:
         if name == "model.final_layernorm.weight":

@@ -68,6 +68,7 @@ from nanoengine.text.checked_json import CheckedJson, has_file, read_json_if_any
 from nanoengine.text.tokenizer_files import read_eos_id
 
 MAX_LAYERS = 10_000
+DOUBLES = "linear_allow_neg_eigval"  # RecurrentConfig's doubles_steps
 FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # as of Factors
 
 
@@ -219,7 +220,9 @@ def _layers(content: CheckedJson, architecture: Architecture) -> tuple[list[str]
         mixers = read_pattern(content)
         return mixers, len(mixers)
     num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
-    mixers = read_mixers(content, num_layers) if architecture.hybrid == "mixers" else []
+    mixers = (
+        read_mixers(content, architecture, num_layers) if architecture.hybrid == "mixers" else []
+    )
     return [BOTH] * num_layers if architecture.hybrid == "beside" else mixers, num_layers
 
 
@@ -264,11 +267,12 @@ def _softcap(content: CheckedJson, reads: Collection[str]) -> float | None:
 def _no_rope_layers(
     content: CheckedJson, architecture: Architecture, windows: Sequence[int | None]
 ) -> tuple[int, ...]:
-    """Layers without RoPE. Nemotron-H's and Kimi's: all, and Granite 4's, but for Micro. SmolLM3's:
-    zeros in a list, or the last layer of each interval.
+    """Layers without RoPE. Nemotron-H's and Kimi's: all, and Granite 4's, but for Micro; OLMo
+    Hybrid's, where it says so. SmolLM3's: zeros in a list, or the last layer of each interval.
     """
     num_layers = len(windows)
     has_none = architecture.hybrid == "mixers" and content.get("position_embedding_type") != "rope"
+    has_none |= "rope_theta" in architecture.reads and _lacks_rope(content)
     if architecture.hybrid in ("apart", "kimi") or has_none:
         return tuple(range(num_layers))
     if architecture.ropes_in_windows and content.get("sliding_window") is not None:
@@ -288,12 +292,18 @@ def _no_rope_layers(
     return tuple(i for i, has_rope in enumerate(listed[:num_layers]) if not has_rope)
 
 
+def _lacks_rope(content: CheckedJson) -> bool:
+    """Whether config.json says null of RoPE, or of its theta."""
+    said, theta = content.values.get("rope_parameters", {}), content.values.get("rope_theta", 0)
+    return (said.get("rope_theta", theta) if isinstance(said, dict) else theta or None) is None
+
+
 def _recurrent(
     content: CheckedJson, architecture: Architecture, mixers: list[str], num_layers: int
 ) -> AnyRecurrent | None:
     """The recurrent layers; None if all have attention."""
     if architecture.hybrid == "convs":
-        return read_short_convs(content, num_layers)
+        return read_short_convs(content, architecture, num_layers)
     if architecture.hybrid == "kimi":
         return read_kimi(content, num_layers)
     if mixers:
@@ -309,6 +319,7 @@ def _recurrent(
         value_dim=content.size("linear_value_head_dim", limit=MAX_STATE_DIM),
         conv_size=read_conv_size(content, "linear_conv_kernel_dim"),
         out_tiles=values // keys if content.flag(OUT_IS_TILED) else 1,
+        doubles_steps=DOUBLES in architecture.reads and content.flag(DOUBLES),
     )
     return rule if rule.layers else None
 

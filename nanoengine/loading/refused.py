@@ -47,7 +47,7 @@ ARCHITECTURES_REFUSED = (
         "vLLM",
     ),
     Refusal(
-        r"Next|Qwen3_?5|Mamba|Jamba|Bamba|Zamba|Lfm3|Hybrid|Rwkv|"
+        r"Next|Qwen3_?5|Mamba|Jamba|Zamba|Lfm3|Hybrid|Rwkv|"
         r"RecurrentGemma|MiniMax(?!-?M2)|Plamo2",
         "a model with recurrent or linear attention layers, which are not supported yet",
         "take a model with attention in all layers such as Qwen/Qwen3-4B, or run this one with "

@@ -99,7 +99,7 @@ def _read(
     if kind not in ROPE_KINDS or any(isinstance(value, dict) for value in values.values()):
         raise UnsupportedModelError(
             f"{content.path}: RoPE {shown(kind)} {shown(values)} is not supported; supported: "
-            f"{', '.join(ROPE_KINDS)}, the same in all layers but for Gemma"
+            f"{', '.join(ROPE_KINDS)}, the same in all layers but for Gemma and LFM3"
         )
     theta = values.get("rope_theta")
     theta = content.real(theta_key, 10000.0) if theta is None else scaling.real("rope_theta")

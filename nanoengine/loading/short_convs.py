@@ -1,4 +1,4 @@
-"""LFM2, dense or with experts: the settings in its config.json, and where its tensors are."""
+"""LFM2, dense or with experts, and LFM3: the settings in config.json, and where tensors are."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from collections.abc import Iterable, Iterator
 
 from nanoengine.config.model import ModelConfig, ShortConvConfig
 from nanoengine.loading.checkpoint import Part
-from nanoengine.loading.layer_kinds import FULL, layers_of_kind, read_conv_size
+from nanoengine.loading.layer_kinds import (
+    ATTENTION_KINDS,
+    CONV,
+    FULL,
+    layers_of_kind,
+    read_conv_size,
+)
+from nanoengine.models.architecture import Architecture
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import CheckedJson, whole
 
-CONV, ATTENTION = "conv", "full_attn_idxs"
+ATTENTION = "full_attn_idxs"
 ADJUSTS = "block_auto_adjust_ff_dim"
 # Keys of older files, each with the one that it goes before.
 OLDER = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
@@ -20,6 +27,7 @@ _PARTS = {
     "conv.conv": "linear_attn.conv1d",
     "conv.out_proj": "linear_attn.out_proj",
     "self_attn.out_proj": "self_attn.o_proj",
+    "self_attn.gate_proj": "self_attn.g_proj",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj",
@@ -33,7 +41,9 @@ def with_newer_keys(content: CheckedJson) -> None:
             content.values[new] = content.values[old]
 
 
-def read_short_convs(content: CheckedJson, num_layers: int) -> ShortConvConfig | None:
+def read_short_convs(
+    content: CheckedJson, architecture: Architecture, num_layers: int
+) -> ShortConvConfig | None:
     """The layers with a convolution: by `layer_types`; without it, all but `full_attn_idxs`. None
     if all have attention. Raises UnsupportedModelError.
     """
@@ -43,7 +53,8 @@ def read_short_convs(content: CheckedJson, num_layers: int) -> ShortConvConfig |
         key, listed = ATTENTION, [FULL if i in have else CONV for i in range(num_layers)]
     layers: tuple[int, ...] = ()
     if listed is not None:
-        layers = layers_of_kind(content, key, listed, num_layers, CONV)
+        others = ATTENTION_KINDS if architecture.windows else (FULL,)
+        layers = layers_of_kind(content, key, listed, num_layers, CONV, others)
     channels, conv_size = content.size("hidden_size"), read_conv_size(content, "conv_L_cache")
     has_bias = content.flag("conv_bias")
     return ShortConvConfig(layers, channels, conv_size, has_bias) if layers else None

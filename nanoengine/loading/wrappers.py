@@ -31,6 +31,7 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
         "qwen3_moe": "Qwen3MoeForCausalLM",
     },
     "Lfm2VlForConditionalGeneration": {"lfm2": "Lfm2ForCausalLM"},
+    "Lfm3VlForConditionalGeneration": {"lfm3": "Lfm3ForCausalLM"},
     "LlavaForConditionalGeneration": {
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",

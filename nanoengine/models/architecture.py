@@ -10,6 +10,7 @@ from nanoengine.config.model import LEAST_SUM
 
 ROUTER = "mlp.gate.weight"  # the end of its name, whatever it has in the checkpoint
 CHOICE_BIAS = "e_score_correction_bias"  # of a router; stays in float32
+LATENT_NAMES = ("fc1_latent_proj", "fc2_latent_proj")  # the products around experts
 # Of the head for multi-token prediction: the norms of the embedding, of what the model gave and
 # before the output head; and the product that joins the first two.
 MTP_NORMS = ("enorm", "hnorm", "shared_head.norm")
@@ -39,9 +40,10 @@ class ExpertNames:
     group_method: with which `topk_method` there are; "": with any. shared: the name of the expert
     that all tokens go to; "": none. num_shared: the key of how many experts it is as wide as;
     shared_size: the key of its size, where there is one. has_shared_gate: whether it has a gate.
-    top_k: the key of experts a token. switch: the key that says whether there are any; "": there
-    are. beside: if the experts' sum is added to what a feed-forward gives, the norms after this,
-    before the experts and after them; then the router has a norm and scales of its own.
+    latent_size: the key of ExpertsConfig's. top_k: the key of experts a token. switch: the key that
+    says whether there are any; "": there are. beside: if the experts' sum is added to what a feed-
+    forward gives, the norms after this, before the experts and after them; then the router has a
+    norm and scales of its own.
     """
 
     inner_size: str = "moe_intermediate_size"
@@ -61,6 +63,7 @@ class ExpertNames:
     num_shared: str = "n_shared_experts"
     shared_size: str = ""
     has_shared_gate: bool = False
+    latent_size: str = ""
     top_k: str = "num_experts_per_tok"
     switch: str = ""
     beside: tuple[str, str, str] | None = None
@@ -71,6 +74,8 @@ class Architecture:
     """How a decoder differs from Llama's.
 
     models: what models of this architecture are called.
+    recurrent_norms: the names of those of layers without attention, where these differ.
+    rule_eps: eps of the norm behind a delta rule; None: as of the others.
     norm_offset: RMSNorm adds this to its weight, and is in fp32 throughout; None: neither.
     layer_norm: norms are LayerNorm without a bias instead, LayerOps.layer_norm.
     is_parallel: attention and feed-forward see the same norm of x, and both are added to x.
@@ -89,6 +94,7 @@ class Architecture:
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
     output_gate: q_proj gives a gate for each head beside its query; what a head attends to is
     multiplied by the gate's sigmoid.
+    head_gate: g_proj gives a number for each head instead, by whose sigmoid it is multiplied.
     hybrid: what a checkpoint's layers have in place of attention, or beside it; "": nothing.
     "delta": some have a gated delta rule, as config.json says. "kimi": that of Kimi, and no layer
     turns; see loading/kimi.py. "convs": some have a gated short convolution, see
@@ -117,6 +123,8 @@ class Architecture:
 
     models: str
     norms: NormNames = NormNames()
+    recurrent_norms: NormNames | None = None
+    rule_eps: float | None = None
     norm_offset: float | None = None
     layer_norm: bool = False
     is_parallel: bool = False
@@ -133,6 +141,7 @@ class Architecture:
     mtp: str = ""
     scales_embeddings: bool = False
     output_gate: bool = False
+    head_gate: bool = False
     hybrid: str = ""
     projections: tuple[str, ...] = ()
     windows: str = ""

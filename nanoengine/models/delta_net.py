@@ -29,6 +29,7 @@ class DeltaNet:
     decay       fp32 [value_heads]: g is `decay` times the softplus of a + dt_bias
     dt_bias     fp32 [value_heads]
     norm        fp32 [value_dim]: of what a head gives; eps: of this norm
+    step_by: what beta is multiplied by
     """
 
     shape: RecurrentConfig
@@ -37,6 +38,7 @@ class DeltaNet:
     dt_bias: Tensor
     norm: Tensor
     eps: float
+    step_by: float = 1.0
 
 
 class KimiNet(DeltaNet):
@@ -77,7 +79,7 @@ def gated_delta(x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardCon
     q, k = (_unit(each.view(tokens, -1, shape.key_dim)) for each in (q, k))
     q, k = (each.repeat_interleave(group, dim=1) for each in (q * shape.key_dim**-0.5, k))
     v = v.view(tokens, -1, shape.value_dim)
-    beta = b.sigmoid().float()
+    beta = b.sigmoid().float() * net.step_by
     rates = functional.softplus(a.float() + net.dt_bias).view(tokens, shape.num_value_heads, -1)
     decay = (net.decay[:, None] * rates).exp()
     read = torch.empty_like(v)

@@ -18,10 +18,14 @@ def make_mixture(
 
     The norm is before the router, too, if that has none of its own.
     """
-    before_experts = None
+    before_experts: Map | None = None
     if norm is not None and weights.before_router is not None:
         before_experts, norm = partial(ops.rms_norm, norm=norm), None
+    if weights.latent is not None:
+        before_experts = ops.linear(weights.latent[0])
     mixture = ops.experts(weights, make_router(ops, weights, before_experts), activation)
+    if weights.latent is not None:
+        mixture = MLP(mixture, ops.whole(weights.latent[1]))
     if weights.shared is not None:
         shared = MLP(*parts_of_expert(ops, weights.shared, activation))
         mixture = _beside(ops, mixture, shared, weights.shared_gate)

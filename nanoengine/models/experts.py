@@ -86,7 +86,8 @@ class MixtureWeights:
 
     router_bias: [experts]. shared: an expert to which every row goes; shared_gate: [1, hidden], of
     a sigmoid that its result is multiplied by. before_router: what the router sees of x, if it does
-    not see what the experts do.
+    not see what the experts do. latent: what makes the experts' x, [latent_size, hidden], and what
+    is made of their sum, [hidden, latent_size].
     """
 
     router: Tensor
@@ -96,6 +97,7 @@ class MixtureWeights:
     shared: ExpertWeights | None = None
     shared_gate: Tensor | None = None
     before_router: Map | None = None
+    latent: tuple[Weight, Weight] | None = None
 
 
 class Experts:

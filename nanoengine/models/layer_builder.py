@@ -12,7 +12,13 @@ from torch import Tensor
 
 from nanoengine.config.model import ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.models.activations import XIELU_SHAPES, Xielu, relu2
-from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
+from nanoengine.models.architecture import (
+    CHOICE_BIAS,
+    LATENT_NAMES,
+    MTP_JOIN,
+    MTP_NORMS,
+    ExpertNames,
+)
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.expert_layer import make_mixture
 from nanoengine.models.experts import ExpertWeights, Map, MixtureWeights, Routing
@@ -39,7 +45,7 @@ from nanoengine.models.recurrent_builder import (
 )
 from nanoengine.models.rope import head_order
 from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
-from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
+from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias, norms_of
 
 
 def rotations(config: ModelConfig) -> tuple[dict[int, list[RopeConfig | None]], list[int]]:
@@ -54,7 +60,7 @@ def rotations(config: ModelConfig) -> tuple[dict[int, list[RopeConfig | None]], 
 
 
 def _rope(config: ModelConfig, layer: int) -> RopeConfig | None:
-    if config.local_rope is not None and config.attention.window(layer) is not None:
+    if config.local_rope is not None and config.window(layer) is not None:
         return config.local_rope
     return None if layer in config.no_rope_layers else config.rope
 
@@ -134,7 +140,7 @@ class LayerBuilder:
 
     def layer(self, index: int) -> LayerParts:
         """The parts of one layer."""
-        config, names = self._config, self._architecture.norms
+        config, names = self._config, norms_of(self._config, index)
         layer = f"model.layers.{index}."
         before = self._norm_if(layer, names.before_attention)
         beside = None
@@ -192,6 +198,7 @@ class LayerBuilder:
             None if sinks is None else sinks.float(),
             shape.values_are_keys,
             config.multipliers.attended,
+            architecture.head_gate,
         )
         return self._qkv(prefix, "qk" if shape.values_are_keys else "qkv"), attention, out
 
@@ -233,6 +240,8 @@ class LayerBuilder:
         names = ("qkv",) if "qkv" in self._architecture.fused else tuple(parts)
         weights, biases = self._weights(prefix, names, has_qkv_bias(self._config))
         weight = self._in_order(weights)
+        if self._architecture.head_gate:
+            weight = joined([weight, self._source(f"{prefix}g_proj.weight")])
         return Projection(weight, numbers_of(self._in_order([*biases])) if biases else None)
 
     def _in_order(self, parts: list[Weight]) -> Weight:
@@ -266,7 +275,7 @@ class LayerBuilder:
         )
 
     def _mlp(self, index: int, layer: str, before_attention: Norm | None) -> Product:
-        names, prefix = self._architecture.norms, layer + "mlp."
+        names, prefix = norms_of(self._config, index), layer + "mlp."
         norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
         if self._architecture.is_parallel:
             norm = before_attention
@@ -307,8 +316,13 @@ class LayerBuilder:
             shared=self._expert(shared + ".", has_bias=False) if config.shared_size else None,
             shared_gate=self._numbers_if(names.has_shared_gate, shared + "_gate.weight"),
             before_router=self._router_norm(own_router) if own_router else None,
+            latent=self._latents(prefix) if config.latent_size else None,
         )
         return make_mixture(self._ops, weights, norm, self._architecture.activation)
+
+    def _latents(self, prefix: str) -> tuple[Weight, Weight]:
+        first, second = (self._source(f"{prefix}{name}.weight") for name in LATENT_NAMES)
+        return first, second
 
     def _router_norm(self, layer: str) -> Product:
         """The norm before a router with one of its own, divided by the root of its size."""

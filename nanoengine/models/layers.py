@@ -32,12 +32,13 @@ class Attention:
         sinks: Tensor | None = None,
         values_are_keys: bool = False,
         factor: float = 1.0,
+        has_head_gate: bool = False,
     ) -> None:
         """layer: counted among those with attention. norms: of q, of k and perhaps of v, over each
         head, or over all of them where the weight is as long. norms_turned: those come after the
         rotation; then angles have those of no rotation, too. has_gate: a gate for each head follows
-        v. sinks: as in AttentionBackend.run. values_are_keys: v is not there, but is k. factor: of
-        what is attended to.
+        v; has_head_gate: a number for each head does. sinks: as in AttentionBackend.run.
+        values_are_keys: v is not there, but is k. factor: of what is attended to.
         """
         self._ops = ops
         self._layer = layer
@@ -46,14 +47,18 @@ class Attention:
         self._values_are_keys = values_are_keys
         self._norms, self._norms_turned = norms, norms_turned
         self._sinks, self._factor = sinks, factor
+        self._has_head_gate = has_head_gate
 
     def __call__(self, qkv: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
         """[tokens, (heads + 2 kv_heads) x head_dim] -> attended values [tokens, heads x head_dim].
 
-        With a gate there are `heads` more. qkv may be overwritten.
+        With a gate there are `heads` more, or `heads` numbers more. qkv may be overwritten.
         """
         cos, sin, *of_queries = angles
-        tokens = qkv.shape[0]
+        tokens, of_heads = qkv.shape[0], None
+        if self._has_head_gate:
+            num_heads = self._heads[0]
+            qkv, of_heads = qkv.split_with_sizes([qkv.shape[1] - num_heads, num_heads], dim=1)
         fused = qkv.view(tokens, sum(self._heads), -1)
         q, k, *others = fused.split_with_sizes(self._heads, dim=1)
         v, *gates = [k, *others] if self._values_are_keys else others
@@ -70,11 +75,22 @@ class Attention:
         attended = ctx.attention.run(self._layer, q, ctx, self._sinks).view(tokens, -1)
         if self._factor != 1:
             self._ops.scale(attended, self._factor)
+        if of_heads is not None:
+            return gated_heads(self._ops, attended, of_heads)
         return self._ops.sigmoid_mul(attended, gates[0]) if gates else attended
 
     def _normed(self, heads: Tensor, norm: Norm) -> Tensor:
         is_of_each = len(norm.weight) == heads.shape[2]
         return (self._ops.rms_norm if is_of_each else self._ops.rms_norm_of_all)(heads, norm)
+
+
+def gated_heads(ops: LayerOps, attended: Tensor, gates: Tensor) -> Tensor:
+    """[tokens, heads x dim], and gates [tokens, heads], by the sigmoids of which heads are
+    multiplied.
+    """
+    of_each = attended.new_empty(*gates.shape, attended.shape[1] // gates.shape[1])
+    ops.copy(of_each, gates.view(*gates.shape, 1))
+    return ops.sigmoid_mul(attended, of_each)
 
 
 class SharedKVAttention:

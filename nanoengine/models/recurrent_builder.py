@@ -17,6 +17,7 @@ from nanoengine.models.mamba import flat_rows
 from nanoengine.models.products import Product, Tiles
 from nanoengine.models.rules import RecurrentNet, make_net
 from nanoengine.models.stored_codes import Weight, in_order, joined, numbers_of
+from nanoengine.models.weight_shapes import conv_parts
 
 TensorSource = Callable[[str], Weight]
 
@@ -46,16 +47,16 @@ def make_recurrent(
     tiles = None
     if isinstance(shape, RecurrentConfig) and shape.out_tiles > 1:
         tiles = Tiles(shape.out_tiles, shape.value_dim)
-    eps, multipliers = config.rms_norm_eps, config.multipliers
-    net = make_net(shape, lambda name: numbers_of(source(name)), eps, multipliers)
+    architecture, multipliers = ARCHITECTURES[config.architecture], config.multipliers
+    convs, eps = conv_parts(architecture), architecture.rule_eps or config.rms_norm_eps
+    net = make_net(shape, convs, lambda name: numbers_of(source(name)), eps, multipliers)
     rule = _rule(ops, shape.layers.index(index), net, source)
     bias = bias_of(config, source, "", "in") if shape.has_bias else None
     if bias is not None and isinstance(shape, RecurrentConfig):
         bias = bias[flat_rows(torch.arange(len(bias)), shape).to(bias.device)]
     out_bias = bias_of(config, source, "", "out") if shape.has_out_bias else None
     out = ops.summand(source("out_proj.weight"), out_bias, tiles)
-    names = ARCHITECTURES[config.architecture].projections
-    return Projection(_projections(shape, names, source), bias), rule, out
+    return Projection(_projections(shape, architecture.projections, source), bias), rule, out
 
 
 def _rule(ops: LayerOps, among: int, net: RecurrentNet, source: TensorSource) -> RecurrentLayer:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from nanoengine.config.model import AnyRecurrent, Multipliers, RecurrentConfig, ShortConvConfig
+from nanoengine.config.model import AnyRecurrent, Multipliers, ShortConvConfig
 from nanoengine.context import ForwardContext, RecurrentState
 from nanoengine.models.delta_net import DeltaNet, KimiNet, gated_delta
 from nanoengine.models.mamba import MambaNet, flat_rows, mamba
@@ -26,25 +26,29 @@ def recurrence(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: Forward
 
 
 def make_net(
-    shape: AnyRecurrent, tensor: Callable[[str], Tensor], eps: float, multipliers: Multipliers
+    shape: AnyRecurrent,
+    convs: Sequence[str],
+    tensor: Callable[[str], Tensor],
+    eps: float,
+    multipliers: Multipliers,
 ) -> RecurrentNet:
-    """tensor: gives one of a layer by its name there. eps: of the norm behind the rule. What is
-    convolved is multiplied by way of the convolution, what the rule gives by way of the norm.
+    """convs: what the names of convolutions begin with, one behind the other. tensor: gives one of
+    a layer by its name there. eps: of the norm behind the rule. What is convolved is multiplied by
+    way of the convolution, what the rule gives by way of the norm.
     """
 
     def wide(name: str) -> Tensor:
         return tensor(name).float()
 
-    is_kimi = isinstance(shape, RecurrentConfig) and shape.rule == "kimi"
-    convs = [f"{part}_conv1d.weight" for part in "qkv"] if is_kimi else ["conv1d.weight"]
-    conv = torch.cat([wide(name) for name in convs]).squeeze(1)
+    conv = torch.cat([wide(f"{part}conv1d.weight") for part in convs]).squeeze(1)
     if isinstance(shape, ShortConvConfig):
         bias = wide("conv1d.bias") if shape.has_bias else None
         return ShortConvNet(shape, conv.T.contiguous(), bias)
     decay, dt_bias = -wide("A_log").exp(), wide("dt_bias")
     if shape.rule != "mamba":
-        delta = KimiNet if is_kimi else DeltaNet
-        return delta(shape, conv.T.contiguous(), decay, dt_bias, wide("norm.weight"), eps)
+        delta, norm = KimiNet if shape.rule == "kimi" else DeltaNet, wide("norm.weight")
+        step_by = 2.0 if shape.doubles_steps else 1.0
+        return delta(shape, conv.T.contiguous(), decay, dt_bias, norm, eps, step_by)
     order = flat_rows(torch.arange(shape.channels), shape).to(conv.device)
     keys = shape.key_size
     gate_by, *of_mixed, step_by = multipliers.projected

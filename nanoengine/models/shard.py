@@ -127,7 +127,11 @@ class Shard:
         match kind:
             case "lm_head":
                 return (self.part(model.vocab_size),)
+            case "down_proj" if part.startswith("mlp.experts."):
+                return (self.part(model.expert_width),)
             case "o_proj" | "down_proj" | "out_proj" | "per_layer_projection" | "eh_proj":
+                return (self.part(model.hidden_size),)
+            case "fc2_latent_proj":
                 return (self.part(model.hidden_size),)
             case "gate_proj" | "up_proj":
                 return (self.part(_inner_size(part, layer, model)),)
@@ -139,7 +143,7 @@ class Shard:
                 return (_times(self.heads(model.num_heads), dim),)
             case "q_proj" | "k_proj" | "v_proj" | "qkv_proj":
                 return self._head_rows(kind, layer, model)
-            case "sinks":
+            case "sinks" | "g_proj":
                 return (self.heads(model.num_heads),)
             case "per_layer_input_gate":
                 return (self.part(model.layer_input_size),)
@@ -172,13 +176,11 @@ class Shard:
         """Of what a layer has before its rule: every rank makes both short vectors."""
         heads = self.heads(kimi.num_value_heads)
         match kind:
-            case "in_proj_b" | "A_log":
-                return (heads,)
-            case "in_proj_q" | "in_proj_k" | "q_conv1d" | "k_conv1d" | "f_b_proj" | "dt_bias":
+            case "f_b_proj" | "dt_bias":
                 return (_times(heads, kimi.key_dim),)
-            case "in_proj_v" | "v_conv1d" | "g_b_proj":
+            case "g_b_proj":
                 return (_times(heads, kimi.value_dim),)
-        return None
+        return self._delta_rows(kind, kimi)
 
     def _delta_rows(self, kind: str, delta: RecurrentConfig) -> tuple[range, ...] | None:
         """Of what a recurrent layer has before its rule."""
@@ -187,8 +189,10 @@ class Shard:
         if kind in ("in_proj_b", "in_proj_a", "A_log", "dt_bias"):
             return (values,)
         v = _times(values, delta.value_dim)
-        if kind == "in_proj_z":
+        if kind in ("in_proj_z", "in_proj_v", "v_conv1d"):
             return (v,)
+        if kind in ("in_proj_q", "in_proj_k", "q_conv1d", "k_conv1d"):
+            return (_times(keys, delta.key_dim),)
         if kind in ("in_proj_qkv", "conv1d"):
             q, size = _times(keys, delta.key_dim), num_keys * delta.key_dim
             return q, _moved(q, size), _moved(v, 2 * size)

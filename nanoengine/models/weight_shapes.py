@@ -7,7 +7,16 @@ from dataclasses import astuple
 
 from nanoengine.config.model import ExpertsConfig, LatentConfig, ModelConfig, RecurrentConfig
 from nanoengine.models.activations import XIELU_SHAPES
-from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ROUTER, ExpertNames
+from nanoengine.models.architecture import (
+    CHOICE_BIAS,
+    LATENT_NAMES,
+    MTP_JOIN,
+    MTP_NORMS,
+    ROUTER,
+    Architecture,
+    ExpertNames,
+    NormNames,
+)
 from nanoengine.models.architectures import ARCHITECTURES
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]  # by name
@@ -62,7 +71,7 @@ def _mtp_shapes(config: ModelConfig) -> Shapes:
 def _other_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Of the norms and the feed-forward, or experts, of a layer."""
     architecture, prefix = ARCHITECTURES[config.architecture], f"model.layers.{layer}."
-    norms, is_bare = architecture.norms, layer in config.bare_layers
+    norms, is_bare = norms_of(config, layer), layer in config.bare_layers
     for norm in (norms.before_attention, norms.after_attention) if is_bare else astuple(norms):
         if norm:
             yield f"{prefix}{norm}.weight", (config.hidden_size,)
@@ -93,9 +102,13 @@ def _other_shapes(config: ModelConfig, layer: int) -> Shapes:
         yield from _mlp_shapes(config, name, experts.shared_size, has_bias=False)
     if names.has_shared_gate:
         yield f"{prefix}mlp.{names.shared}_gate.weight", (1, config.hidden_size)
+    if experts.latent_size:
+        yield f"{prefix}mlp.{LATENT_NAMES[0]}.weight", (experts.latent_size, config.hidden_size)
+        yield f"{prefix}mlp.{LATENT_NAMES[1]}.weight", (config.hidden_size, experts.latent_size)
+    width = config.expert_width
     for expert in range(experts.count):
         name = f"{prefix}mlp.experts.{expert}."
-        yield from _mlp_shapes(config, name, experts.inner_size, experts.has_bias)
+        yield from _mlp_shapes(config, name, experts.inner_size, experts.has_bias, width)
 
 
 def _attention_shapes(config: ModelConfig, layer: int) -> Shapes:
@@ -118,6 +131,8 @@ def _attention_shapes(config: ModelConfig, layer: int) -> Shapes:
         qkv = {"qkv": heads + 2 * kv_heads}
     if architecture.sinks:
         yield f"{part}sinks", (config.num_heads,)
+    if architecture.head_gate:
+        yield f"{part}g_proj.weight", (config.num_heads, config.hidden_size)
     yield from _product_shapes(part, qkv, config.hidden_size, has_qkv_bias(config))
     yield from _product_shapes(part, {"o": config.hidden_size}, heads, has_out_bias(config))
 
@@ -155,13 +170,12 @@ def _recurrent_shapes(config: ModelConfig, part: str) -> Shapes:
 def _rule_shapes(config: ModelConfig, recurrent: RecurrentConfig, part: str) -> Shapes:
     """Of a rule with heads: what is before its projection of results."""
     heads, keys, values = recurrent.num_value_heads, recurrent.key_size, recurrent.value_size
-    convs = {"": recurrent.channels}
+    channels = {"": recurrent.channels, "q_": keys, "k_": keys, "v_": values}
     if recurrent.rule == "kimi":
-        convs = {"q_": keys, "k_": keys, "v_": values}
         yield f"{part}f_b_proj.weight", (recurrent.num_decays, recurrent.key_dim)
         yield f"{part}g_b_proj.weight", (values, recurrent.value_dim)
-    for of, channels in convs.items():
-        yield f"{part}{of}conv1d.weight", (channels, 1, recurrent.conv_size)
+    for of in conv_parts(ARCHITECTURES[config.architecture]):
+        yield f"{part}{of}conv1d.weight", (channels[of], 1, recurrent.conv_size)
     if recurrent.rule == "mamba":
         yield f"{part}in_proj.weight", (sum(recurrent.sizes), config.hidden_size)
         yield f"{part}conv1d.bias", (recurrent.channels,)
@@ -183,14 +197,18 @@ def _rule_shapes(config: ModelConfig, recurrent: RecurrentConfig, part: str) -> 
         yield f"{part}norm.weight", (values if is_whole else recurrent.value_dim,)
 
 
-def _mlp_shapes(config: ModelConfig, prefix: str, inner: int, has_bias: bool) -> Shapes:
+def _mlp_shapes(
+    config: ModelConfig, prefix: str, inner: int, has_bias: bool, width: int = 0
+) -> Shapes:
+    """width: of what it takes and gives; 0: that of the residual stream."""
+    width = width or config.hidden_size
     gate_up = {"gate": inner, "up": inner}
     if not ARCHITECTURES[config.architecture].is_gated:
         gate_up = {"up": inner}
     if "gate_up" in ARCHITECTURES[config.architecture].fused:
         gate_up = {"gate_up": 2 * inner}
-    yield from _product_shapes(prefix, gate_up, config.hidden_size, has_bias)
-    yield from _product_shapes(prefix, {"down": config.hidden_size}, inner, has_bias)
+    yield from _product_shapes(prefix, gate_up, width, has_bias)
+    yield from _product_shapes(prefix, {"down": width}, inner, has_bias)
 
 
 def _product_shapes(prefix: str, rows: Mapping[str, int], columns: int, has_bias: bool) -> Shapes:
@@ -204,6 +222,19 @@ def experts_of(config: ModelConfig, layer: int) -> ExpertsConfig | None:
     """The experts of this layer; None if it has a feed-forward."""
     experts = config.experts
     return None if experts is None or layer in experts.dense_layers else experts
+
+
+def norms_of(config: ModelConfig, layer: int) -> NormNames:
+    """The names of this layer's norms."""
+    architecture = ARCHITECTURES[config.architecture]
+    if architecture.recurrent_norms is None or layer not in config.recurrent_layers:
+        return architecture.norms
+    return architecture.recurrent_norms
+
+
+def conv_parts(architecture: Architecture) -> tuple[str, ...]:
+    """What the names of a recurrent layer's convolutions begin with."""
+    return ("q_", "k_", "v_") if "q" in architecture.projections else ("",)
 
 
 def has_qkv_bias(config: ModelConfig) -> bool:

@@ -68,7 +68,7 @@ def _angle_bytes(model: ModelConfig) -> int:
     """Of a token: cosines and sines in fp32 for each kind of rotation."""
     has_two = model.local_rope is not None
     kinds = {
-        (model.shape(layer).head_dim, has_two and model.attention.window(layer) is not None)
+        (model.shape(layer).head_dim, has_two and model.window(layer) is not None)
         for layer in model.attention_layers
     }
     return 4 * sum(head_dim for head_dim, _ in kinds)

@@ -383,9 +383,9 @@ class Forecaster:
         """
         kv, model, hardware = plan.kv, self._part, self._hardware
         itemsize = self._dtype.itemsize
-        windows = model.windows or (None,) * (model.num_layers + model.has_mtp)
+        num_layers = model.num_layers + model.has_mtp
         seen_bytes = sum(
-            min(context, windows[layer] or context) * math.prod(model.shape(layer).kv_heads)
+            min(context, model.window(layer) or context) * math.prod(model.shape(layer).kv_heads)
             for layer in model.attention_layers
         )
         seen_bytes *= model.kv_parts * itemsize
@@ -398,7 +398,7 @@ class Forecaster:
         held = min(kv.max_held_blocks, -(-context // kv.block_size))
         on_host = max(0, held - kv.num_blocks) if kv.num_host_blocks else 0
         copied = on_host * kv.streamed_bytes if kv.slot_blocks else 0
-        reading = read_s / (1e9 * hardware.read_efficiency) + len(windows) * hardware.layer_s
+        reading = read_s / (1e9 * hardware.read_efficiency) + num_layers * hardware.layer_s
         return reading, copied / (hardware.link_gb_per_s * 1e9)
 
     def _held_share(self) -> float:

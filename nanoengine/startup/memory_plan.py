@@ -146,7 +146,7 @@ def _kv_spec(
         parts=model.kv_parts,
         window=model.attention.longest_window or 0,
         step_tokens=config.max_num_batched_tokens,
-        windows=model.windows,
+        windows=model.attention.windows,
         host_codec=make_codec(config.kv_offload_dtype),
         recurrent=model.recurrent,
         num_states=config.max_num_seqs if model.recurrent else 0,

@@ -106,12 +106,12 @@ class ShardedOps:
         gather: this rank's own takes its place.
         """
         assert self._model.experts is not None
-        gather_parts, hidden = self._group.gather, self._shard.widths(self._model.hidden_size)
+        gather_parts, outer = self._group.gather, self._shard.widths(self._model.expert_width)
         inner = self._shard.widths(self._model.experts.inner_size)
         product = self._ops.experts(
             weights, router, activation, lambda gated: gather_parts(gated, inner)
         )
-        return lambda x: gather_parts(product(x), hidden)
+        return lambda x: gather_parts(product(x), outer)
 
     def rms_norm_of_all(self, x: Tensor, norm: Norm) -> Tensor:
         """Of ranks that share a head, the first gives it to the others."""

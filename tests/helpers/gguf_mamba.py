@@ -137,6 +137,7 @@ def _nemotron_settings(config: dict[str, Any], arch: str) -> dict[str, Any]:
         "expert_weights_scale": float(config["routed_scaling_factor"]),
         "expert_group_count": config["n_group"],
         "expert_group_used_count": config["topk_group"],
+        "moe_latent_size": config["moe_latent_size"],
         "expert_gating_func": None,
         "leading_dense_block_count": None,
     }

@@ -47,6 +47,7 @@ class Family:
 FAMILIES = (
     Family("Apertus", "Apertus", "64K", "apertus"),
     Family("Arcee", "Arcee", "64K"),
+    Family("Bamba", "Bamba", "4K"),
     Family("Command", "Cohere Cohere2", "8K to 256K", "cohere_command3", "of Command R and Aya"),
     Family("DeepSeek", "DeepseekV2 DeepseekV3", "32K to 160K", "deepseek_v3 deepseek_v31"),
     Family("dots", "Dots1", "32K"),
@@ -64,13 +65,14 @@ FAMILIES = (
     Family("Hunyuan", "HunYuanDenseV1 HunYuanMoEV1", "256K", "hunyuan_a13b"),
     Family("Kimi", "KimiLinear", "1M", "kimi_k2"),
     Family("LFM2", "Lfm2 Lfm2Moe", "32K", "lfm2"),
+    Family("LFM3", "Lfm3", "128K"),
     Family("Llama", "Llama", "4K to 128K", "llama3_json"),
     Family("MiniMax", "MiniMaxM2", "192K", "minimax_m2"),
     Family(
         "Mistral", "Mistral Mixtral Ministral3", "32K to 256K", "mistral",
     ),
     Family("Nemotron", "NemotronH", "8K to 256K", "nemotron_v2 qwen3_coder"),
-    Family("OLMo", "Olmo2 Olmo3 Olmoe", "4K, 64K", "olmo3"),
+    Family("OLMo", "Olmo2 Olmo3 Olmoe OlmoHybrid", "4K, 64K", "olmo3"),
     Family("Phi", "Phi3", "4K to 128K", "phi4_mini_json"),
     Family("Qwen 1.5 to 3", "Qwen2 Qwen2Moe Qwen3 Qwen3Moe", "32K to 256K", "hermes qwen3_coder"),
     Family(
@@ -128,6 +130,8 @@ def _ggufs(family: Family) -> str:
     found = family.architectures
     names = {name for name, target in GGUF.items() if target in found}
     names |= {GGUF_OF[name] for name in found if name in GGUF_OF}
+    if not names:
+        return "-"
     unread = [row.models for name, row in found.items() if name not in GGUF_OF]
     return ", ".join(sorted(names)) + "".join(f"; none of {models}" for models in unread)
 

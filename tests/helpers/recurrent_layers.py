@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 SHAPES: dict[str, AnyRecurrent] = {
     "as in Qwen": RecurrentConfig((0,), 1, 3, 128, 128, 4),
     "odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3),
+    "OLMo Hybrid": RecurrentConfig((0,), 2, 2, 96, 192, 4, doubles_steps=True),
     "Kimi": RecurrentConfig((0,), 2, 2, 128, 128, 4, rule="kimi"),
     "Kimi of odd sizes": RecurrentConfig((0,), 3, 3, 12, 75, 3, rule="kimi"),
     "Mamba-2": RecurrentConfig((0,), 1, 3, 128, 64, 4, rule="mamba"),
@@ -48,7 +49,8 @@ def make_net(shape: AnyRecurrent, device: torch.device = CPU) -> RecurrentNet:
     decay, dt_bias = -random_of(heads).exp() / 8, random_of(shape.num_decays)
     if shape.rule != "mamba":
         kind = KimiNet if shape.rule == "kimi" else DeltaNet
-        return kind(shape, conv, decay, dt_bias, random_of(shape.value_dim), 1e-6)
+        step_by = 2.0 if shape.doubles_steps else 1.0
+        return kind(shape, conv, decay, dt_bias, random_of(shape.value_dim), 1e-6, step_by)
     bias, skip, norm = (random_of(n) for n in (shape.channels, heads, shape.value_size))
     factors = (1.0, 1.0) if shape.norm == "after gate" else (0.7, 1.3)
     return MambaNet(shape, conv, bias, decay, dt_bias, skip, norm, 1e-6, *factors)

@@ -390,6 +390,25 @@ TINY: dict[str, TinyModel] = {
         },
         seed=42,
     ),
+    # Nemotron 3 Super: experts in a latent space, as wide inside as the residual stream.
+    "nemotron-h-latent": TinyModel(
+        "nemotron_h",
+        NEMOTRON_H
+        | {
+            "layers_block_type": [
+                *("linear_attention", "moe", "full_attention", "moe", "linear_attention"),
+            ],
+            "num_hidden_layers": 5,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "moe_latent_size": 24,
+            "moe_shared_expert_intermediate_size": 56,
+            "head_dim": 24,
+            "routed_scaling_factor": 2.5,
+        },
+        seed=123,
+    ),
     # Mamba-2 layers, and attention without RoPE; experts with one beside them, or that one alone.
     "granite-hybrid": TinyModel(
         "granitemoehybrid",
@@ -412,6 +431,19 @@ TINY: dict[str, TinyModel] = {
             "tie_word_embeddings": True,
         },
         seed=62,
+    ),
+    # Mamba-2 layers, and attention in which half of a head turns; one feed-forward each.
+    "bamba": TinyModel(
+        "bamba",
+        {
+            "attn_layer_indices": [1],
+            "mamba_d_state": 20,
+            "mamba_n_groups": 4,
+            "mamba_n_heads": 8,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        seed=125,
     ),
     # Attention and Mamba-2 side by side, and every multiplier; one group without a norm.
     "falcon-h1": TinyModel("falcon_h1", FALCON_H1, seed=64),
@@ -501,6 +533,28 @@ TINY: dict[str, TinyModel] = {
             "routed_scaling_factor": 1.7,
         },
         seed=64,
+    ),
+    # Norms before and after, a gate for each head, a window of one of two layers with attention.
+    "lfm3": TinyModel(
+        "lfm3",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "conv", "full_attention", "conv"],
+            "sliding_window": 13,
+        },
+        seed=121,
+    ),
+    # Norms after attention, and before recurrent layers, whose shares go up to 2; no layer turns.
+    "olmo-hybrid": TinyModel(
+        "olmo_hybrid",
+        HYBRID
+        | {
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+        seed=122,
+        saved_as={"save_original_format": False},  # else it divides the convolutions evenly
     ),
     # The middle layer sees everything, and turns by another theta than those with a window.
     "gemma3": TinyModel(

@@ -135,6 +135,20 @@ WRAPPED = {
             "projector_hidden_size": 32,
         },
     ),
+    "Lfm3VlForConditionalGeneration": TinyModel(
+        "lfm3_vl",
+        {
+            "text_config": COMMON | TINY["lfm3"].settings | {"model_type": "lfm3"},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+            },
+            "projector_hidden_size": 32,
+        },
+    ),
     "LlavaForConditionalGeneration": TinyModel(
         "llava",
         {

@@ -57,6 +57,16 @@ def test_answers_of_nemotron_3_are_those_of_the_checkpoint(experts: Path, tmp_pa
     assert_answers_are(experts, converted(GGUFModel(experts), tmp_path / "out"))
 
 
+@pytest.mark.breadth
+def test_answers_of_experts_in_a_latent_space(tiny: Tiny, tmp_path: Path) -> None:
+    """As of Nemotron 3 Super."""
+    folder = rounded(tiny("nemotron-h-latent"), tmp_path / "rounded")
+    model = GGUFModel(folder)
+    assert model.settings["nemotron_h_moe.moe_latent_size"] == 24
+    assert model.tensors["blk.1.ffn_latent_down.weight"].shape == (24, 64)
+    assert_answers_are(folder, converted(model, tmp_path / "out"))
+
+
 def test_a_layer_that_drafts_is_left_out(experts: Path, tmp_path: Path) -> None:
     """As newer files have it: attention and experts in one layer, behind the others."""
     model = GGUFModel(experts)
@@ -141,7 +151,6 @@ KV, INNER = "attention.head_count_kv", "feed_forward_length"
         ("nemotron-h", "expert_count", 4, UnsupportedModelError, "'nemotron_h.expert_count' is"),
         ("nemotron-h", "ssm.group_count", 3, CorruptModelError, "3 key heads, 8 value heads"),
         ("nemotron-h", "ssm.state_size", None, CorruptModelError, "lacks .*ssm.state_size"),
-        (MOE, "moe_latent_size", 32, UnsupportedModelError, "as of Nemotron 3 Super"),
         (MOE, "expert_used_count", None, CorruptModelError, "lacks .*expert_used_count"),
         ("falcon-h1", "ssm.group_count", 3, CorruptModelError, "3 key heads, 8 value heads"),
         ("falcon-h1", "feed_forward_length", None, CorruptModelError, "lacks .*feed_forward"),
@@ -165,6 +174,13 @@ def test_metadata_that_cannot_be_is_refused(
     made.settings[f"{made.arch}.{key}"] = value
     with pytest.raises(error, match=match):
         converted(made, tmp_path / "out")
+
+
+def test_a_latent_space_without_its_products_is_an_error(model: Model, tmp_path: Path) -> None:
+    made = model(MOE)
+    made.settings["nemotron_h_moe.moe_latent_size"] = 32
+    with pytest.raises(WeightMismatchError, match=r"fc1_latent_proj"):
+        small_engine(converted(made, tmp_path / "out"))
 
 
 @pytest.mark.parametrize("name", ["nemotron-h", "granite-hybrid"])

@@ -27,7 +27,7 @@ KINDS = {
     ),
     "recurrent or linear attention": (
         "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM qwen35 MambaForCausalLM mamba2 "
-        "JambaForCausalLM Lfm3ForCausalLM lfm3 granitehybrid "
+        "JambaForCausalLM lfm3 granitehybrid "
         "RwkvForCausalLM MiniMaxForCausalLM"
     ),
     "only text models are supported": (

@@ -16,6 +16,7 @@ from tiers import LAYOUTS, run
 
 DENSE = ("apertus", "arcee", "exaone4", "ernie", "gemma3", "gemma3-softcap", "glm4", "granite")
 DENSE += ("cohere2", "falcon-h1", "hunyuan", "lfm2", "ministral3")
+HYBRIDS = ("bamba", "lfm3", "olmo-hybrid", "nemotron-h-latent")
 EXPERTS = (
     "dots1",
     "granite-moe-shared",
@@ -31,7 +32,10 @@ EXPERTS = (
 
 @needs_compiler
 @pytest.mark.usefixtures("our_products")
-@pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
+@pytest.mark.parametrize(
+    "name",
+    [*DENSE, *EXPERTS, *(pytest.param(name, marks=pytest.mark.breadth) for name in HYBRIDS)],
+)
 def test_every_tier_has_the_same_bits_and_decode_steps_are_replayed(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -22,6 +22,7 @@ BLOCK = 8
 NUM_OUT = GREEDY.max_tokens
 VOCAB = 256
 
+LATER = ("bamba", "lfm3", "olmo-hybrid", "nemotron-h-latent")
 # Each row changes how the same work is cut up; none may change a logit by more than rounding.
 SETTINGS = {
     "whole prompts": {"num_gpu_blocks": 64},
@@ -77,6 +78,7 @@ def test_the_reference_is_the_same_with_any_guess(tiny: Callable[[str], Path]) -
             "qwen3.5-moe",
             "nemotron-h-moe",
         ),
+        *(pytest.param(name, marks=pytest.mark.breadth) for name in LATER),
     ],
 )
 def test_bfloat16_is_as_near_as_transformers_own(tiny: Callable[[str], Path], name: str) -> None:

@@ -1,4 +1,4 @@
-"""What only Nemotron 3 Nano has: experts without a gate behind Mamba-2 and attention.
+"""What only Nemotron 3 has: experts without a gate behind Mamba-2 and attention.
 
 Logits and ids in fp32, on every tier and on ranks are tested with the other architectures' (TINY).
 """
@@ -44,7 +44,7 @@ from nanoengine.models.experts import (
 )
 from nanoengine.models.layer_ops import TorchOps
 from nanoengine.models.shard import WHOLE
-from nanoengine.models.weight_shapes import experts_of
+from nanoengine.models.weight_shapes import experts_of, weight_shapes
 from nanoengine.startup import parts
 from nanoengine.startup.weight_bytes import WeightForm, weight_bytes
 
@@ -73,13 +73,36 @@ def test_a_pattern_as_at_the_hub(tiny: Tiny, tmp_path: Path) -> None:
     assert_transformers(with_config(tiny(NAME), tmp_path / "hub", **kinds), tiny(NAME))
 
 
-def test_one_tensor_for_all_experts_of_a_layer(tiny: Tiny, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(tiny(NAME))
-    shutil.copytree(tiny(NAME), tmp_path, dirs_exist_ok=True)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        (NAME, (6, 40, 64)),
+        # As many inner numbers as hidden ones: its experts are [outputs, inputs] all the same.
+        pytest.param("nemotron-h-latent", (6, 64, 24), marks=pytest.mark.breadth),
+    ],
+)
+def test_one_tensor_for_all_experts_of_a_layer(
+    tiny: Tiny, tmp_path: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny(name))
+    shutil.copytree(tiny(name), tmp_path, dirs_exist_ok=True)
     model.save_pretrained(tmp_path, save_original_format=False)
     stored = load_file(tmp_path / "model.safetensors")
-    assert stored["model.layers.1.mixer.experts.up_proj"].shape == (6, 40, 64)
-    assert_transformers(tmp_path, tiny(NAME))
+    assert stored["model.layers.1.mixer.experts.up_proj"].shape == shape
+    assert_transformers(tmp_path, tiny(name))
+
+
+def test_experts_in_a_latent_space(tiny: Tiny) -> None:
+    """Of Nemotron 3 Super: as wide as what one product makes of the residual stream."""
+    config = read_model_config(tiny("nemotron-h-latent"))
+    assert config.experts is not None and config.experts.latent_size == config.expert_width == 24
+    shapes = weight_shapes(config)
+    layer = "model.layers.0.mlp."
+    assert shapes[f"{layer}fc1_latent_proj.weight"] == (24, 64)
+    assert shapes[f"{layer}fc2_latent_proj.weight"] == (64, 24)
+    assert shapes[f"{layer}experts.5.up_proj.weight"] == (64, 24)
+    assert shapes[f"{layer}shared_experts.up_proj.weight"] == (56, 64)
+    assert read_model_config(tiny(NAME)).expert_width == 64
 
 
 def test_layers_are_those_of_the_pattern(tiny: Tiny) -> None:
@@ -98,12 +121,11 @@ def test_layers_are_those_of_the_pattern(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"moe_latent_size": 32},
         {"n_shared_experts": 2},
         {"layers_block_type": ["moe", "mamba", "attention"]},
         {"layers_block_type": ["mamba", "moe", "moe", "attention"]},
     ],
-    ids=["Nemotron 3 Super", "shared experts", "experts first", "experts behind experts"],
+    ids=["shared experts", "experts first", "experts behind experts"],
 )
 def test_what_does_not_run_is_refused(tiny: Tiny, tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match="supported"):

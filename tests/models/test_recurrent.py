@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints import reference, reference_greedy
 from driver import Driver, assert_greedy, assert_logits_are_transformers, small_engine
-from marks import needs_compiler
+from marks import named, needs_compiler
 from recurrent_layers import SHAPES, Rule, make_net, make_state, run_step, some_rows
 from tiny_models import TINY
 from torch import Tensor
@@ -149,10 +149,17 @@ STATES = {  # how many layers have one, and KV
     "lfm2": (2, 1),
     "falcon-h1": (3, 3),
     "kimi-linear": (2, 1),
+    "bamba": (2, 1),
+    "lfm3": (2, 2),
+    "olmo-hybrid": (2, 1),
+    "nemotron-h-latent": (2, 1),
 }
+FIRST = ("qwen3.5", "nemotron-h", "granite-hybrid", "lfm2", "falcon-h1", "kimi-linear")
+NAMES = named({name: name for name in STATES}, *FIRST)
+LATER = ("bamba", "lfm3", "olmo-hybrid", "nemotron-h-latent")
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -193,6 +200,7 @@ def test_states_follow_their_requests(
         "lfm2-moe",
         "falcon-h1-norm",
         "kimi-linear",
+        *(pytest.param(name, marks=pytest.mark.breadth) for name in LATER),
     ],
 )
 def test_experts_or_nothing_behind_recurrent_layers(
@@ -228,7 +236,7 @@ def test_texts_that_part_leave_a_snapshot_there(tiny: Callable[[str], Path]) -> 
     assert_greedy(path, [turn], [last], 16)
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_turn_goes_on_where_guesses_ended(tiny: Callable[[str], Path], name: str) -> None:
     """Right and wrong guesses are made, and still the state at the end of each block is kept."""
     path, prompts = tiny(name), [([5, 16, 27] * 8)[:length] for length in range(14, 22)]

@@ -41,6 +41,8 @@ NEMOTRON_NAMES = {
     "attn_output": "mixer.o_proj",
     "ffn_up": "mixer.up_proj",
     "ffn_down": "mixer.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
 }
 
 
@@ -142,13 +144,8 @@ def _nemotron_settings(
 
 
 def _nemotron_experts(metadata: Metadata) -> dict[str, Any]:
-    latent = f"{metadata.architecture}.moe_latent_size"
-    if metadata.has(latent):
-        raise UnsupportedModelError(
-            f"{metadata.path}: {latent!r} is set, as of Nemotron 3 Super, whose experts in a "
-            "latent space are not supported"
-        )
     return {
+        "moe_latent_size": metadata.count("moe_latent_size") or None,
         "n_routed_experts": metadata.number("expert_count"),
         "num_experts_per_tok": metadata.number("expert_used_count"),
         "moe_intermediate_size": metadata.number("expert_feed_forward_length"),

@@ -11,8 +11,8 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.gguf.experts import SIGMOID
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.structure import MAX_COUNT
-from nanoengine.loading.layer_kinds import FULL
-from nanoengine.loading.short_convs import ADJUSTS, CONV
+from nanoengine.loading.layer_kinds import CONV, FULL
+from nanoengine.loading.short_convs import ADJUSTS
 
 LFM2 = ("lfm2", "lfm2moe")
 
