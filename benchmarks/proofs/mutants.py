@@ -4,8 +4,8 @@
 
 The head of a patch says what it breaks, which tests must notice (an id with spaces in quotes) and
 with what message (a regular expression). The unpatched copy must pass those tests first. Prints a
-table; exit code 1 if a mutant survives, fails for another reason, or does not apply. One whose
-tests are skipped is not tried.
+row for each; exit code 1 if a mutant survives, fails for another reason, or does not apply. One
+whose tests are skipped is not tried.
 """
 
 from __future__ import annotations
@@ -71,10 +71,15 @@ def main() -> int:
     if problem := run_unpatched(mutants):
         print(problem)
         return 1
+    width = max(len(mutant.path.stem) for mutant in mutants)
+    caught = skipped = 0
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        verdicts = list(pool.map(try_mutant, mutants))
-    print_table(verdicts)
-    return int(any(verdict.problem for verdict in verdicts))
+        for verdict in pool.map(try_mutant, mutants):
+            tell(verdict, width)
+            skipped += verdict.is_skipped
+            caught += not verdict.problem and not verdict.is_skipped
+    print(f"\n{caught} of {len(mutants)} mutants caught, {skipped} not tried")
+    return int(caught + skipped < len(mutants))
 
 
 def run_unpatched(mutants: Iterable[Mutant]) -> str:
@@ -163,22 +168,15 @@ def run_tests(folder: Path, tests: Iterable[str], timeout_s: float = TIMEOUT_S) 
     return done.returncode, done.stdout + done.stderr
 
 
-def print_table(verdicts: list[Verdict]) -> None:
-    for verdict in verdicts:
-        if verdict.problem and verdict.output:
-            print(f"\n--- {verdict.mutant.path.stem}\n{verdict.output[-3000:]}")
-    width = max(len(verdict.mutant.path.stem) for verdict in verdicts)
-    print()
-    for verdict in verdicts:
-        what = verdict.problem or f"caught: {verdict.mutant.fails_with}"
-        if verdict.is_skipped:
-            what = "not tried: this machine skips its tests"
-        name = verdict.mutant.path.stem
-        print(f"{name:{width}}  {verdict.seconds:4.0f} s  {what}")
-        print(f"{'':{width}}          {verdict.mutant.breaks}")
-    skipped = sum(verdict.is_skipped for verdict in verdicts)
-    caught = sum(not verdict.problem for verdict in verdicts) - skipped
-    print(f"\n{caught} of {len(verdicts)} mutants caught, {skipped} not tried")
+def tell(verdict: Verdict, width: int) -> None:
+    """At once: a run of all takes an hour, and may be cut off."""
+    what = verdict.problem or f"caught: {verdict.mutant.fails_with}"
+    if verdict.is_skipped:
+        what = "not tried: this machine skips its tests"
+    print(f"{verdict.mutant.path.stem:{width}}  {verdict.seconds:4.0f} s  {what}")
+    print(f"{'':{width}}          {verdict.mutant.breaks}", flush=True)
+    if verdict.problem:
+        print(f"{verdict.output[-3000:]}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,10 @@ def test_a_scale_of_its_own(make: Callable[[AttentionConfig], AttentionBackend])
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 3e-6), (torch.bfloat16, 8e-3)], ids=str)
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("block_size, head_dim", [(5, 40), (300, 40), (300, 32)])
+@pytest.mark.parametrize(
+    "block_size, head_dim",
+    [(5, 40), (300, 32), pytest.param(300, 40, marks=pytest.mark.breadth)],
+)
 def test_the_c_kernel(
     build_folder: Path, isa: str, dtype: torch.dtype, limit: float, block_size: int, head_dim: int
 ) -> None:

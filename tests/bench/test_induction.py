@@ -55,7 +55,7 @@ def test_a_prompt_holds_the_needle_once(samples: list[Sample]) -> None:
 @torch.inference_mode()
 def test_transformers_copies_the_needle(folder: Path, samples: list[Sample]) -> None:
     model = reference(folder)
-    for sample in samples[::2]:
+    for sample in samples[::4]:
         # Greedy decoding in one pass: each value is the likeliest token after the one before.
         ids = torch.tensor([sample.prompt_ids + values(sample)])
         logits = model(ids, use_cache=False, logits_to_keep=NUM_COPIED + 1).logits[0, :-1]
@@ -71,11 +71,19 @@ def test_transformers_copies_the_needle(folder: Path, samples: list[Sample]) -> 
     [
         ("float32", {}),
         ("float32", {"num_gpu_blocks": 6, "offload_mode": "stream", **OFFLOAD}),
-        ("float32", {"num_gpu_blocks": 12, "offload_mode": "stream", "ring_slots": 2, **OFFLOAD}),
-        ("float32", {"num_gpu_blocks": 6, "offload_mode": "in_place", **OFFLOAD}),
         ("bfloat16", {"num_gpu_blocks": 6, "offload_mode": "stream", **OFFLOAD}),
+        pytest.param(
+            "float32",
+            {"num_gpu_blocks": 12, "offload_mode": "stream", "ring_slots": 2, **OFFLOAD},
+            marks=pytest.mark.breadth,
+        ),
+        pytest.param(
+            "float32",
+            {"num_gpu_blocks": 6, "offload_mode": "in_place", **OFFLOAD},
+            marks=pytest.mark.breadth,
+        ),
     ],
-    ids=["resident", "stream", "stream-ring-2", "in-place", "stream-bf16"],
+    ids=["resident", "stream", "stream-bf16", "stream-ring-2", "in-place"],
 )
 def test_the_engine_copies_the_needle(
     folder: Path, samples: list[Sample], dtype: str, settings: dict[str, object]

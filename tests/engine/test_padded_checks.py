@@ -60,6 +60,7 @@ def engine(folder: Path, **settings: Any) -> LLMEngine:
 def answer(
     folder: Path,
     patch: pytest.MonkeyPatch,
+    prompt: list[int],
     numbers: list[int],
     token: Callable[[int, int], int] | None,
     **settings: Any,
@@ -73,7 +74,7 @@ def answer(
     patch.setattr(made.kv, "may_draft", lambda seq: True)
     if token is not None:
         made.runner.drafter = FixedDrafter(token, made.device.tensor)
-    outputs = Driver(made).run([PROMPT], PARAMS)
+    outputs = Driver(made).run([prompt], PARAMS)
     made.close()
     return scored(outputs)[0], outputs[0].metrics.num_accepted
 
@@ -105,8 +106,11 @@ def test_nor_do_they_on_a_gpu(
     monkeypatch.setattr(probe, "NUM_WARMUPS", 0)
     monkeypatch.setattr(probe, "NUM_BLOCKS", 2)
     more = {"device": "cuda", "max_num_batched_tokens": 64, "max_model_len": 128}
+    if settings:
+        more["num_gpu_blocks"] = 5
     with VirtualGpu() as gpu:
-        assert_no_drafter_shows(tiny("llama"), monkeypatch, settings | more, ("oracle",))
+        settings = settings | more
+        assert_no_drafter_shows(tiny("llama"), monkeypatch, settings, ("oracle",), PROMPT[:41])
         assert any(graph.num_replays for graph in gpu.graphs)
 
 
@@ -115,10 +119,11 @@ def assert_no_drafter_shows(
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
     names: tuple[str, ...] = ("resident", "oracle", "random"),
+    prompt: list[int] = PROMPT,
 ) -> None:
     """The same ids and log probabilities, bit for bit, without guesses and with some."""
-    (ids, logprobs), _ = answer(folder, monkeypatch, [0], None, **settings)
-    whole = PROMPT + ids
+    (ids, logprobs), _ = answer(folder, monkeypatch, prompt, [0], None, **settings)
+    whole = prompt + ids
     drafters: dict[str, Callable[[int, int], int] | None] = {
         "resident": None,
         "oracle": lambda seq, at: whole[min(at, len(whole) - 1)],
@@ -126,6 +131,6 @@ def assert_no_drafter_shows(
     }
     for name in names:
         numbers, token = [MOST, 0, 1, 3], drafters[name]
-        (found, scores), num_right = answer(folder, monkeypatch, numbers, token, **settings)
+        (found, scores), num_right = answer(folder, monkeypatch, prompt, numbers, token, **settings)
         assert found == ids and torch.equal(scores, logprobs), name
         assert (num_right > NUM_TOKENS // 2) == (name == "oracle") or name == "resident"

@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, host_gib, small_engine
-from marks import EMULATED, emulate, needs_compiler
+from marks import EMULATED, OURS, emulate, needs_compiler
 from plain_products import use_plain_products
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.scheduler import Scheduler
-from nanoengine.kernels import cpu_linear
 from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import ScheduledBatch
 
@@ -34,11 +33,10 @@ MODELS += ("apertus", "cohere2", "glm4-moe-lite", "kimi-linear", "lfm2", "nemotr
 SYMBOLS = [5, 16, 27]  # few, so that a random model's text repeats itself and guesses come true
 NUM_OUT = 14
 TAILS = (1, 2, 4, 5, 16, 17)
-# The arithmetics in which products are our own.
-OURS = ["bfloat16", *EMULATED] if cpu_linear.is_supported() else [*EMULATED]
 Tiny = Callable[[str], Path]
 Rows = dict[int, Tensor]  # by the position of the token that was chosen from it
 STREAM = {"enable_cpu_offload": True, "slot_tokens": 16, "stream_mib_per_step": 1e6}
+LLAMA_FIRST = ["llama", pytest.param("qwen3", marks=pytest.mark.breadth)]
 
 
 ARITHMETICS = ["float32", "bfloat16", *EMULATED]
@@ -237,7 +235,7 @@ def test_a_layout_drawn_at_random_moves_no_bit(
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", LLAMA_FIRST)
 def test_a_chunk_of_one_token_moves_no_bit(tiny: Tiny, name: str, arithmetic: str) -> None:
     """The last of a prompt: it takes another path through the kernel than a long one."""
     path, prompt = tiny(name), text(random.Random(1), 341)
@@ -255,7 +253,7 @@ def test_a_chunk_of_one_token_moves_no_bit(tiny: Tiny, name: str, arithmetic: st
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", LLAMA_FIRST)
 def test_a_hit_that_leaves_one_token_moves_no_bit(tiny: Tiny, name: str, arithmetic: str) -> None:
     path, prompt = tiny(name), text(random.Random(2), 96)
     engine = small_engine(
@@ -282,7 +280,7 @@ def test_a_state_resumed_at_any_block_moves_no_bit(tiny: Tiny, arithmetic: str) 
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", LLAMA_FIRST)
 def test_guesses_right_and_wrong_move_no_bit(tiny: Tiny, name: str, arithmetic: str) -> None:
     """And what they leave in the prefix cache serves the next turn."""
     path, rng = tiny(name), random.Random(3)

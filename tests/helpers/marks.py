@@ -47,12 +47,16 @@ HAS_TILES = b"amx_bf16" in cpu_flags().split()
 BUILDS: dict[str, tuple[str, ...]] = {"native": ()}
 if HAS_TILES:
     BUILDS["no_tiles"] = ("-U__AMX_TILE__",)
-# The same of larger machines than this one, their instructions done in C.
+# The same of larger machines than this one, the instructions that it lacks done in C.
 EMULATED: dict[str, tuple[str, ...]] = {}
 if not HAS_TILES and b"avx512bw" in cpu_flags().split():
     _header = Path(__file__).parents[1] / "sanitize" / "emulate.h"
-    EMULATED["pairs in C"] = ("-include", str(_header), "-D__AVX512BF16__")
-    EMULATED["tiles in C"] = (*EMULATED["pairs in C"], "-D__AMX_BF16__", "-D__AMX_TILE__")
+    _pairs = ("-include", str(_header), "-D__AVX512BF16__")
+    if not cpu_linear.is_supported():
+        EMULATED["pairs in C"] = _pairs
+    EMULATED["tiles in C"] = (*_pairs, "-D__AMX_BF16__", "-D__AMX_TILE__")
+# The arithmetics of 16 bits in which products are our own.
+OURS = ["bfloat16", *EMULATED] if cpu_linear.is_supported() else [*EMULATED]
 
 
 def emulate(patch: pytest.MonkeyPatch, name: str) -> None:

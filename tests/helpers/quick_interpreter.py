@@ -6,6 +6,7 @@ integers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,10 @@ def speed_up() -> None:
     semantic: Any = interpreter.interpreter_semantic
     _remember_result_types(semantic)
     _broadcast_quickly(core, semantic)
-    _take_tensors_quickly(core, semantic)
+    _take_operands_quickly(core, semantic)
+    _check_sizes_quickly(interpreter)
     _check_no_overflow(semantic)
-    _round_bfloat16(interpreter)
+    _compute_in_bfloat16(interpreter)
 
 
 def _patch_language_once(interpreter: Any) -> None:
@@ -99,7 +101,8 @@ def _remember_shapes(core: Any) -> None:
 
 def _unwrap_quickly(core: Any) -> None:
     unwrap = core._unwrap_if_constexpr
-    plain = {int, float, bool, str, core.dtype, core.block_type, core.tensor}
+    plain = {int, float, bool, str, type(None), core.tensor}
+    plain |= {core.dtype, core.block_type, core.pointer_type}
 
     def unwrapped(value: Any) -> Any:
         if type(value) in plain:
@@ -179,9 +182,22 @@ def _broadcast_quickly(core: Any, semantic: Any) -> None:
     semantic.broadcast_impl_value = broadcast
 
 
-def _take_tensors_quickly(core: Any, semantic: Any) -> None:
-    """Two tensors of numbers need no look at what kinds of scalars there are."""
-    slowly = semantic.binary_op_type_checking_impl
+def _take_operands_quickly(core: Any, semantic: Any) -> None:
+    """Of tensors and plain numbers it is soon known what kinds of scalars there are."""
+    slowly, known = semantic.binary_op_type_checking_impl, {}
+    plain = {int, float}
+
+    def constant(x: Any, number: float, is_first: bool, divided: bool) -> tuple[Any, Any]:
+        """The type in which x and the number meet, and the number in it, in the shape of x."""
+        shape = x.type.shape.values if x.type.is_block() else ()
+        key = (x.dtype.name, repr(number), is_first, divided, *shape)  # 0.0 is not -0.0
+        if key not in known:
+            kinds = [(x.dtype, False), (semantic.to_tensor_type(number), True)]
+            (a, a_is_scalar), (b, b_is_scalar) = reversed(kinds) if is_first else kinds
+            of = semantic.computation_type_impl(a, a_is_scalar, b, b_is_scalar, divided)
+            made = semantic._cast_to_computation_type(number, of)
+            known[key] = of, semantic.broadcast_impl_value(x, made)[1]
+        return known[key]
 
     def operands(
         a: Any,
@@ -191,14 +207,38 @@ def _take_tensors_quickly(core: Any, semantic: Any) -> None:
         arithmetic_check: bool = True,
         div_or_mod: bool = False,
     ) -> tuple[Any, Any]:
-        are_tensors = arithmetic_check and type(a) is core.tensor is type(b)
-        if not are_tensors or a.dtype.is_ptr() or b.dtype.is_ptr():
+        a_is_tensor, b_is_tensor = type(a) is core.tensor, type(b) is core.tensor
+        a_is_place = a_is_tensor and a.dtype.is_ptr()
+        b_is_place = b_is_tensor and b.dtype.is_ptr()
+        if a_is_place and allow_lhs_ptr and b_is_tensor and b.dtype.is_int():
+            return semantic.broadcast_impl_value(a, b)
+        if a_is_place or b_is_place or not arithmetic_check:
             return slowly(a, b, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
-        of = semantic.computation_type_impl(a.dtype, False, b.dtype, False, div_or_mod)
-        a, b = (x if x.dtype is of else semantic.cast(x, of) for x in (a, b))
-        return semantic.broadcast_impl_value(a, b)
+        if a_is_tensor and b_is_tensor:
+            of = semantic.computation_type_impl(a.dtype, False, b.dtype, False, div_or_mod)
+            a, b = (x if x.dtype is of else semantic.cast(x, of) for x in (a, b))
+            return semantic.broadcast_impl_value(a, b)
+        if a_is_tensor and type(b) in plain:
+            of, b = constant(a, b, False, div_or_mod)
+            return (a if a.dtype is of else semantic.cast(a, of)), b
+        if b_is_tensor and type(a) in plain:
+            of, a = constant(b, a, True, div_or_mod)
+            return a, (b if b.dtype is of else semantic.cast(b, of))
+        return slowly(a, b, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     semantic.binary_op_type_checking_impl = operands
+
+
+def _check_sizes_quickly(interpreter: Any) -> None:
+    """Whether an array fits its type is asked of each result, twice."""
+    known: dict[str, float] = {}
+
+    def fits(array: Any, of: Any) -> bool:
+        if of.name not in known:
+            known[of.name] = math.inf if of.is_ptr() else max(1, of.primitive_bitwidth // 8)
+        return array.itemsize <= known[of.name]
+
+    interpreter._validate_np_data_size = fits
 
 
 def _check_no_overflow(semantic: Any) -> None:
@@ -207,26 +247,30 @@ def _check_no_overflow(semantic: Any) -> None:
         semantic.binary_op_sanitize_overflow_impl = lambda *_: None
 
 
-def _round_bfloat16(interpreter: Any) -> None:
+def _compute_in_bfloat16(interpreter: Any) -> None:
     builder, tl = interpreter.InterpreterBuilder, interpreter.tl
     cast, dot, combine = builder.cast_impl, builder.create_dot, builder.binary_op
 
-    def rounded(self: Any, source: Any, target: Any) -> Any:
-        if (source.dtype.scalar, target.scalar) != (tl.float32, tl.bfloat16):
+    def converted(self: Any, source: Any, target: Any) -> Any:
+        types = source.dtype.scalar.name, target.scalar.name
+        if types == ("bf16", "fp32"):
+            wide = np.asarray(source.data.astype(np.uint32) << np.uint32(16))
+            return interpreter.TensorHandle(wide.view(np.float32), tl.float32)
+        if types != ("fp32", "bf16"):
             return cast(self, source, target)
         values = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16()
         bits = values.view(torch.int16).numpy().view(np.uint16)
         return interpreter.TensorHandle(bits, tl.bfloat16)
 
     def multiplied(self: Any, a: Any, b: Any, total: Any, *others: Any) -> Any:
-        if a.dtype.scalar == tl.bfloat16:
-            a, b = (cast(self, each, tl.float32) for each in (a, b))
+        if a.dtype.scalar.name == "bf16":
+            a, b = (converted(self, each, tl.float32) for each in (a, b))
         return dot(self, a, b, total, *others)
 
     def combined(self: Any, a: Any, b: Any, op: Any) -> Any:
-        if a.dtype.scalar != tl.bfloat16:
+        if a.dtype.scalar.name != "bf16":
             return combine(self, a, b, op)
-        made = combine(self, *(cast(self, each, tl.float32) for each in (a, b)), op)
-        return made if made.data.dtype == np.bool_ else rounded(self, made, tl.bfloat16)
+        made = combine(self, *(converted(self, each, tl.float32) for each in (a, b)), op)
+        return made if made.data.dtype == np.bool_ else converted(self, made, tl.bfloat16)
 
-    builder.cast_impl, builder.create_dot, builder.binary_op = rounded, multiplied, combined
+    builder.cast_impl, builder.create_dot, builder.binary_op = converted, multiplied, combined

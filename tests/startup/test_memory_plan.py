@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from driver import small_engine
-from marks import needs_compiler
+from marks import named, needs_compiler
 from peak_bytes import peak_bytes_of
 from step_bytes import count_steps, step_bytes
 from tiny_model import LLAMA_8B
@@ -352,9 +352,21 @@ def test_what_the_bits_of_a_request_depend_on(parts: tuple[bool, ...], said: str
     assert describe_invariance(*parts).endswith(said)
 
 
+ARITHMETICS = {
+    f"{of}-{by}": f"{of} {by}" for of in ("bfloat16", "float32") for by in ("C", "PyTorch")
+}
+
+
+@pytest.fixture(params=named(ARITHMETICS, "bfloat16-C", "float32-PyTorch"))
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """That of an engine whose operators are C or PyTorch's."""
+    dtype, computed_by = request.param.split()
+    if computed_by == "PyTorch":
+        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
+    return str(dtype)
+
+
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("in_c", [True, False], ids=["C", "PyTorch"])
 @pytest.mark.parametrize(("tokens", "seqs"), [(512, 4), (61, 60)], ids=["prompts", "decodes"])
 @pytest.mark.parametrize(
     "config",
@@ -365,15 +377,12 @@ def test_a_recurrent_layer_holds_what_is_planned(
     config: dict[str, Any],
     tokens: int,
     seqs: int,
-    in_c: bool,
     dtype: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beside what the largest step holds, by counting."""
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if not in_c:
-        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
     settings = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "dtype": dtype}
 
     estimated, measured = step_bytes(tmp_path, monkeypatch, load_format="dummy", **settings)
@@ -382,15 +391,11 @@ def test_a_recurrent_layer_holds_what_is_planned(
 
 
 @needs_compiler
-@pytest.mark.parametrize("in_c", [True, False], ids=["C", "PyTorch"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_inputs_of_all_layers_are_planned(
-    in_c: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of Gemma 4 E2B with a quarter of its sizes: they are wider than its feed-forward."""
     (tmp_path / "config.json").write_text(json.dumps(GEMMA4_E2B))
-    if not in_c:
-        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "dtype": dtype}
 
     estimated, measured = step_bytes(tmp_path, monkeypatch, load_format="dummy", **settings)
@@ -398,8 +403,6 @@ def test_the_inputs_of_all_layers_are_planned(
 
 
 @needs_compiler
-@pytest.mark.parametrize("in_c", [True, False], ids=["C", "PyTorch"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("tokens", "seqs"), [(2048, 4), (61, 60)], ids=["prompts", "decodes"])
 @pytest.mark.parametrize("name", ["llama", "glm4-moe", "gemma3-softcap"])
 def test_no_step_holds_more_than_is_planned(
@@ -407,13 +410,10 @@ def test_no_step_holds_more_than_is_planned(
     name: str,
     tokens: int,
     seqs: int,
-    in_c: bool,
     dtype: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of small models, in which angles, qkv beside a feed-forward, and draws take much."""
-    if not in_c:
-        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
     settings = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "dtype": dtype}
     estimated, measured = step_bytes(tiny(name), monkeypatch, **settings)
     assert measured <= estimated

@@ -115,18 +115,19 @@ def numbers(outputs: list[RequestOutput]) -> Found:
     return found
 
 
-def run(folder: Path, size: int, **settings: Any) -> Found:
+def run(folder: Path, size: int, longest: int = 47, **settings: Any) -> Found:
     """What two requests find, and a third that begins as one of them did."""
     made = engine(folder, size, **settings)
-    outputs = answer(made, [prompt(1), prompt(47)], [PARAMS, replace(PARAMS, temperature=0.8)])
-    outputs += answer(made, [[*prompt(47)[:20], 7]], [PARAMS])
+    prompts = [prompt(1), prompt(longest)]
+    outputs = answer(made, prompts, [PARAMS, replace(PARAMS, temperature=0.8)])
+    outputs += answer(made, [[*prompts[1][:20], 7]], [PARAMS])
     made.close()
     return numbers(outputs)
 
 
 @functools.cache
 def of_one(folder: Path) -> Found:
-    """What one GPU finds in steps of all kinds."""
+    """What one GPU finds in steps of all kinds, and so in any."""
     return run(folder, 1, **MIXED)
 
 
@@ -165,7 +166,8 @@ def test_two_gpus_have_the_bits_of_one(
     settings = WAYS[way]
     if name.startswith("gemma4"):
         use_plain_tiles(monkeypatch)
-    expected = run(tiny(name), 1, **settings)
+    # Codes of KV that was on the host are other numbers.
+    expected = run(tiny(name), 1, **settings) if way == "int8 KV" else of_one(tiny(name))
     before = [len(gpu.graphs) for gpu in gpus]
     calls = use_virtual_nccl(monkeypatch, gpus)
     found = run(tiny(name), 2, **settings)
@@ -233,7 +235,7 @@ def test_two_gpus_guess_by_the_model_s_own_head(
     assert said[0] == said[1] and len(said[0]) > 10
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.breadth), 1])
 def test_a_rank_with_late_copies_replays_what_the_other_does(
     gpus: list[VirtualGpu], monkeypatch: pytest.MonkeyPatch, tiny: Tiny, late: int
 ) -> None:
@@ -341,7 +343,8 @@ def test_memory_is_planned_for_the_fullest_gpu(
         blocks.append(kv.num_blocks)
         assert made.plan.device_bytes == max(gpu.memory_bytes for gpu in gpus)
         assert made.plan.ram_bytes < 0.6 * made.device.host_memory()
-        answer(made, [prompt(40)], [replace(PARAMS, max_tokens=2)])
+        if taken[1]:
+            answer(made, [prompt(40)], [replace(PARAMS, max_tokens=2)])
         made.close()
     for num in blocks[1:]:
         assert (blocks[0] - num) * kv.block_bytes == pytest.approx(held, rel=0.15)
@@ -434,6 +437,7 @@ def test_mixtures_have_the_bits_of_one_gpu(
 
     monkeypatch.setattr(TritonCodes, "experts", kept)
     settings = (WAYS | CODES)[way] | {"dtype": "float32" if way == "codes" else "bfloat16"}
+    settings["longest"] = 47 if way == "streamed" else 23
     expected = run(tiny(name), 1, **settings)
     monkeypatch.setattr(GpuOps, "router", turned)
     use_virtual_nccl(monkeypatch, gpus)
