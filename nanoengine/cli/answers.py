@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from nanoengine import SamplingParams, StreamDelta
+from nanoengine.cli.flags import SAMPLED
 from nanoengine.cli.interrupts import ended_by_ctrl_c
 from nanoengine.config.engine import EngineConfig
 from nanoengine.text.tokenizer_files import check_tokenizer_is_there
@@ -142,8 +143,11 @@ class Model:
 
 
 @contextmanager
-def open_model(config: EngineConfig, sampling: dict[str, Any], is_quiet: bool) -> Iterator[Model]:
-    """Load the model and say so on stderr. sampling: fields of SamplingParams that were given.
+def open_model(
+    config: EngineConfig, sampling: dict[str, Any] | None, is_quiet: bool
+) -> Iterator[Model]:
+    """Load the model and say so on stderr. sampling: fields of SamplingParams that were given in a
+    terminal, where the model or SAMPLED chooses the rest; None: requests bring their own.
 
     Raises ModelNotFoundError, too, for a folder with a model and no tokenizer.
     """
@@ -158,9 +162,11 @@ def open_model(config: EngineConfig, sampling: dict[str, Any], is_quiet: bool) -
 
     settings = asdict(config)
     with LLM(settings.pop("model"), **settings) as llm:
-        own = config.generation_config == "auto"
-        params = llm.get_default_sampling_params() if own else SamplingParams()
-        model = Model(llm, replace(params, **sampling), is_quiet)
+        inputs = llm.llm_engine.inputs
+        params = inputs.default_params
+        if sampling is not None and config.generation_config != "vllm":
+            params = inputs.model_sampling_params(SamplingParams(**SAMPLED))
+        model = Model(llm, replace(params, **(sampling or {})), is_quiet)
         model.say(
             f"loaded in {time.perf_counter() - start:.1f} s; {llm.plan.device}, {llm.plan.dtype}; "
             f"up to {llm.plan.max_model_len} tokens ({llm.plan.max_model_len_bound})"

@@ -72,7 +72,7 @@ def batch(args: argparse.Namespace) -> int:
     with AnswerFile(target, found.ids) as answers:
         resumed = len(answers.done)
         if resumed < len(found.ids):
-            with open_model(config, {}, args.quiet) as model:
+            with open_model(config, None, args.quiet) as model:
                 _say_other_models(model, args.model, found.models)
                 lines = (line for line in read_lines(source) if line.id not in answers.done)
                 room = 2 * config.max_num_seqs  # as many wait as run

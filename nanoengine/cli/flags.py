@@ -16,6 +16,7 @@ from typing import Any
 from nanoengine.cli.usage import UsageError
 from nanoengine.config.engine import CHOICES, NAMES, EngineConfig, make_config
 from nanoengine.errors import ConfigError, InvalidParamsError, OutOfMemoryError, near_name, shown
+from nanoengine.loading.generation_config import SAMPLING_KEYS
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.known_names import SETTING, unknown_name
 
@@ -23,6 +24,9 @@ PREFIX = "NANOENGINE_"
 OTHER_VARIABLES = ("log_level", "traceback", "cache_gib", "api_key")  # that are no settings
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 MAX_TOKENS = 512  # of an answer: SamplingParams' 16 are too few to read, and no limit may never end
+# In a terminal, where a model names none of them: llama.cpp's. At SamplingParams' own, which choose
+# among all tokens, a small model answers nonsense.
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 # Group -> field -> what it is, with its unit.
 SETTINGS = {
     "model and device": {
@@ -105,6 +109,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     known = {field.name: field for field in fields(SamplingParams)}
     for name, text in PARAMS.items():
         default = MAX_TOKENS if name == "max_tokens" else _default(known[name])
+        if name in SAMPLING_KEYS:
+            default = f"the model's, else {SAMPLED.get(name, default)}"
         add_flag(target, known[name], f"{text} [{default}]")
 
 

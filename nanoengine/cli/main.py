@@ -46,6 +46,13 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Raise UsageError for a flag that this parser does not know."""
         found, extra = super().parse_known_args(args, namespace)
+        # argparse before Python 3.13 gives an argument that may be left out up at the first flag.
+        for action in self._get_positional_actions():
+            is_left = action.nargs == "?" and getattr(found, action.dest) is None
+            if is_left and extra and (extra[0] == "-" or not extra[0].startswith("-")):
+                text = extra.pop(0)
+                self._check_value(action, text)
+                setattr(found, action.dest, text)
         if extra:
             raise UsageError(unknown_flag(extra[0], self))
         return found, extra
@@ -193,7 +200,6 @@ def _fill_run(parser: Parser) -> None:
         "prompt",
         metavar="PROMPT|FILE|-",
         nargs="?",
-        default="-",
         help="the prompt, a file that holds it, or - for standard input (the default)",
     )
     kind = parser.add_mutually_exclusive_group()

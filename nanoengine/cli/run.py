@@ -16,7 +16,7 @@ from nanoengine.cli.usage import UsageError
 def run(args: argparse.Namespace) -> int:
     """Answer the prompt of the command line; returns the exit status."""
     config, sampling = engine_config(args), sampling_settings(args)
-    prompt = read_prompt(args.prompt)
+    prompt = read_prompt("-" if args.prompt is None else args.prompt)
     with open_model(config, sampling, args.quiet) as model:
         has_template = model.llm.tokenizer.has_chat_template
         is_chat = has_template if args.is_chat is None else args.is_chat

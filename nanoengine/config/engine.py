@@ -23,7 +23,7 @@ from nanoengine.errors import (
     shown,
     torch_name,
 )
-from nanoengine.text.known_names import SETTING, unknown_name
+from nanoengine.text.known_names import SETTING, asks_what_is_done, unknown_name
 
 GIB = 1 << 30
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -406,13 +406,13 @@ def in_gib(num_bytes: int, digits: int = 2) -> str:
 
 def make_config(model: Any, settings: Mapping[str, Any]) -> EngineConfig:
     """An EngineConfig from keywords. Raises ConfigError for unknown ones, with what they are here
-    or a near name.
+    or a near name; other engines' ones that ask for what is done anyway are left out.
     """
     given = dict(settings)
     if "kv_offloading_size" in given:  # vLLM's name
         given.setdefault("kv_offload_gib", given.pop("kv_offloading_size"))
-    for name in given:
-        if name not in NAMES:
+    for name in given.keys() - NAMES:
+        if not asks_what_is_done(SETTING, name, given.pop(name)):
             raise ConfigError(unknown_name(SETTING, name, NAMES))
     return EngineConfig(model, **given)
 

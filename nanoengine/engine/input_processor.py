@@ -50,9 +50,9 @@ class InputProcessor:
             )
         return self._tokenizer
 
-    def model_sampling_params(self) -> SamplingParams:
-        """Those of the model's generation_config.json. Raises CorruptModelError."""
-        return read_sampling_params(self._folder)
+    def model_sampling_params(self, unsaid: SamplingParams | None = None) -> SamplingParams:
+        """Those of the model, see read_sampling_params. Raises CorruptModelError."""
+        return read_sampling_params(self._folder, unsaid)
 
     @cached_property
     def grammars(self) -> Grammars:

@@ -30,6 +30,12 @@ CFLAGS = (
     *("-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"),
 )
 _BUILD_TIMEOUT_S = 120
+# Beside the compiler a shell reads until the process that builds is gone, and then kills the group.
+_WITH_THE_BUILDER = """
+exec 3<&0 </dev/null
+{ read -r line <&3; kill -s KILL 0; } >/dev/null 2>&1 &
+exec "$@" 3<&-
+"""
 # Libraries of older versions and other flags: this many stay, and all that were used today.
 _KEPT_LIBRARIES, _KEPT_SECONDS = 8, 24 * 3600
 _SEAL_BYTES = 16
@@ -169,11 +175,12 @@ def _run(command: list[str], folder: Path) -> None:
     it found no room there.
     """
     environment = os.environ | {"TMPDIR": str(folder), "LC_ALL": "C"}
+    reader, writer = os.pipe()  # nothing is written: that it is open says that this process lives
     try:
         # A group of its own: gcc has children, which would go on when it is killed.
         with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
+            ["/bin/sh", "-c", _WITH_THE_BUILDER, "sh", *command],
+            stdin=reader,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environment,
@@ -187,6 +194,9 @@ def _run(command: list[str], folder: Path) -> None:
                 raise
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"cannot run {command[0]}: {error}") from error
+    finally:
+        os.close(reader)
+        os.close(writer)
     for code in (errno.ENOSPC, errno.EDQUOT):
         if process.returncode != 0 and os.strerror(code) in told:
             raise OSError(code, os.strerror(code))

@@ -36,7 +36,7 @@ OWNER = {
 class KnownName:
     """A name of other engines. kind: WORKS, RENAMED, CHANGED or MISSING. here: the name that takes
     the same value here, "" if none does. sentence: what an error says after "unknown setting X; ".
-    nothing: values that ask for nothing that is missing here.
+    done: values that ask for what is done here without them.
     """
 
     scope: str
@@ -45,11 +45,18 @@ class KnownName:
     kind: str
     here: str
     sentence: str
-    nothing: tuple[object, ...] = NOTHING
+    done: tuple[object, ...] = ()
 
     def asks_nothing(self, value: object) -> bool:
         """Whether this value asks for nothing that is missing here."""
-        return isinstance(value, bool | int | float | str | None) and value in self.nothing
+        known = (*NOTHING, *self.done)
+        return isinstance(value, bool | int | float | str | None) and value in known
+
+    def is_done(self, value: object) -> bool:
+        """Whether this value surely asks for what is done here: of most names False does, but of
+        some, such as do_sample, it would change the answer.
+        """
+        return value is None or any(type(value) is type(o) and value == o for o in self.done)
 
 
 def read_table(scope: str, text: str) -> Iterator[KnownName]:
@@ -59,11 +66,11 @@ def read_table(scope: str, text: str) -> Iterator[KnownName]:
         if found is None:
             raise ValueError(f"no group begins with {heading!r}")
         kind, values, sentence = found[1], found[2], found[3] or ""
-        nothing = (*NOTHING, *ast.literal_eval(values)) if values else NOTHING
+        done = ast.literal_eval(values) if values else ()
         for name, engines in _engines_by_name(names).items():
             here = {WORKS: name, RENAMED: sentence}.get(kind, "")
             said = f"here it is {sentence}" if kind in (RENAMED, CHANGED) else sentence
-            yield KnownName(scope, name, engines, kind, here, said, nothing)
+            yield KnownName(scope, name, engines, kind, here, said, done)
 
 
 def _engines_by_name(names: str) -> dict[str, tuple[str, ...]]:
@@ -93,6 +100,14 @@ def sentence_of(name: str) -> str:
     """
     found = (KNOWN.get((scope, name)) for scope in SCOPES)
     return next((row.sentence for row in found if row and row.sentence), "")
+
+
+def asks_what_is_done(scope: str, name: str, value: object) -> bool:
+    """Whether a name that is none here may be left out: another engine has it, and this value asks
+    for what is done here without it.
+    """
+    row = KNOWN.get((scope, name))
+    return row is not None and row.is_done(value)
 
 
 def unknown_name(scope: str, name: object, known: Iterable[str], where: str = "") -> str:
@@ -163,8 +178,8 @@ def _given_in(engine_args: object) -> dict[str, Any]:
 
 def explains_unknown(scope: str, where: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function: a keyword that it does not have raises InvalidParamsError in words, not
-    a bare TypeError. One of another engine that is None is left out, as its default there. The
-    signature and the help stay as they are.
+    a bare TypeError. One of another engine is left out if it asks for what is done anyway, as None
+    and other defaults there do. The signature and the help stay as they are.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -173,7 +188,7 @@ def explains_unknown(scope: str, where: str = "") -> Callable[[Callable[P, R]], 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in [name for name in kwargs if name not in known]:
-                if kwargs[name] is not None or (scope, name) not in KNOWN:
+                if not asks_what_is_done(scope, name, kwargs[name]):
                     raise InvalidParamsError(unknown_name(scope, name, known, where))
                 del kwargs[name]
             return function(*args, **kwargs)

@@ -5,7 +5,7 @@ A line that is not indented begins a group:
   renamed: NAME                it takes the same values here, under this name
   changed: TEXT                here it is TEXT, with other values or another unit
   missing: TEXT                not here; TEXT says why, or what to do
-  missing unless (VALUES): TEXT    the same, but these values ask for nothing that is missing
+  missing unless (VALUES): TEXT    the same, but these values ask for what is done here anyway
 Below it, indented: engines, each with names that it has. For vLLM, FastDeploy, LMDeploy and
 nano-vllm these are all names of their argument classes from 2024 to 2026, for the others the ones
 that people bring most. FLAGS are those of `vllm serve` and its like that are no settings.
@@ -72,7 +72,7 @@ changed: kv_offload_gib, in GiB and not in blocks
   LMDeploy: num_cpu_blocks  nano-vllm: num_cpu_blocks
 changed: kv_offload_gib, in GiB
   SGLang: hicache_ratio  llama.cpp: no_kv_offload
-changed: kv_offload_dtype="int8", of KV on the host only
+changed unless ('auto',): kv_offload_dtype="int8", of KV on the host only
   vLLM: kv_cache_dtype  LMDeploy: quant_policy  SGLang: kv_cache_dtype
   llama.cpp: type_k type_v cache_type_k cache_type_v
 changed: decode_reserve_blocks, in blocks of all requests together
@@ -113,24 +113,25 @@ missing unless (0, 1): here it is nothing: the budget is always planned
   FastDeploy: use_warmup
 missing: here it is nothing: preempted KV is kept where there is room
   vLLM: preemption_mode  LMDeploy: eviction_type
-missing: here it is nothing: code from a checkpoint is never run
+missing unless (False,): here it is nothing: code from a checkpoint is never run
   vLLM: trust_remote_code code_revision  FastDeploy: trust_remote_code  LMDeploy: trust_remote_code
   SGLang: trust_remote_code  transformers: trust_remote_code
-missing: it offloads weights, which nanoengine cannot do; offload KV with enable_cpu_offload=True
-and kv_offload_gib
+missing unless (0, 0.0): it offloads weights, which nanoengine cannot do; offload KV with
+enable_cpu_offload=True and kv_offload_gib
   vLLM: cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group
     offload_prefetch_step offload_params  SGLang: cpu_offload_gb
 missing unless (-1,): layers do not split between devices here: all weights lie on `device`, and KV
 that does not fit goes to RAM with enable_cpu_offload=True
   llama.cpp: n_gpu_layers gpu_layers split_mode tensor_split  Ollama: num_gpu
   transformers: max_memory offload_folder
-missing: LoRA is not supported yet; merge the adapter into its model (peft: merge_and_unload)
+missing unless (False,): LoRA is not supported yet; merge the adapter into its model (peft:
+merge_and_unload)
   vLLM: enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras
     lora_dtype lora_extra_vocab_size lora_target_modules lora_modules enable_tower_connector_lora
     max_lora_cls_labels specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras
   LMDeploy: adapters
   SGLang: enable_lora lora_paths max_loras_per_batch  llama.cpp: lora_path lora_base
-missing: images, audio and video are not supported; a model reads and writes text
+missing unless (False,): images, audio and video are not supported; a model reads and writes text
   vLLM: limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs
     mm_processor_kwargs disable_mm_preprocessor_cache mm_processor_cache_gb mm_processor_cache_type
     mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode
@@ -145,8 +146,8 @@ missing: images, audio and video are not supported; a model reads and writes tex
 missing unless (True,): here it is nothing: only the text part of a model is ever run
   vLLM: language_model_only  LMDeploy: disable_vision_encoder language_model_only
   nano-vllm: is_multimodal
-missing unless (0, 1): tensor_parallel_size is the only way for one engine to use several GPUs; or
-start an engine for each GPU
+missing unless (0, 1, False): tensor_parallel_size is the only way for one engine to use several
+GPUs; or start an engine for each GPU
   vLLM: pipeline_parallel_size data_parallel_size data_parallel_rank data_parallel_start_rank
     data_parallel_size_local data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb
     data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend
@@ -221,7 +222,8 @@ HF_TOKEN, or run `hf auth login` once
 missing: the huggingface_hub library reads the environment: HF_HUB_CACHE names the folder of
 downloads
   vLLM: download_dir  LMDeploy: download_dir  SGLang: download_dir  transformers: cache_dir
-missing: the huggingface_hub library reads the environment: HF_HUB_OFFLINE=1 forbids downloads
+missing unless (False,): the huggingface_hub library reads the environment: HF_HUB_OFFLINE=1 forbids
+downloads
   transformers: local_files_only force_download proxies
 missing: the model's config.json is read as it is; change it in a copy of the folder
   vLLM: hf_overrides hf_config_path config_format rope_scaling rope_theta model_class_overrides
@@ -230,9 +232,10 @@ missing: the model's config.json is read as it is; change it in a copy of the fo
   nano-vllm: hf_config eos  SGLang: json_model_override_args
   llama.cpp: rope_freq_base rope_freq_scale rope_scaling_type yarn_ext_factor
   Ollama: rope_frequency_base rope_frequency_scale
-missing: here it is nothing: a window is the one in the model's config.json
+missing unless (False,): here it is nothing: a window is the one in the model's config.json
   vLLM: disable_sliding_window  LMDeploy: window_size
-missing unless ('hf',): here it is nothing: the form of the weights is read from the model's files
+missing unless ('hf', True): here it is nothing: the form of the weights is read from the model's
+files
   LMDeploy: model_format  FastDeploy: load_choices  transformers: use_safetensors variant gguf_file
 missing: there is one way to read weights, and nothing to choose
   vLLM: safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
@@ -241,28 +244,29 @@ missing: there is one way to read weights, and nothing to choose
 missing: weights are loaded once, at start-up; make a new LLM for new ones
   vLLM: weight_transfer_config model_weights
   FastDeploy: dynamic_load_weight load_strategy rsync_config  LMDeploy: empty_init
-missing: the fast tokenizer of tokenizer.json or of the GGUF is always used
+missing unless ('auto', True): the fast tokenizer of tokenizer.json or of the GGUF is always used
   vLLM: tokenizer_mode tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config
   SGLang: tokenizer_mode  transformers: use_fast
-missing: the tokenizer is always loaded; token ids can be prompts, and detokenize=False of
-SamplingParams leaves the texts out
+missing unless (False,): the tokenizer is always loaded; token ids can be prompts, and
+detokenize=False of SamplingParams leaves the texts out
   vLLM: skip_tokenizer_init tokens_only  SGLang: skip_tokenizer_init  llama.cpp: vocab_only
-missing: a prompt is text or token ids, not embeddings
+missing unless (False,): a prompt is text or token ids, not embeddings
   vLLM: enable_prompt_embeds  llama.cpp: embedding embeddings
-missing unless ('generate', 'none'): models generate text; embedding, reward and classification
-models are not supported
+missing unless ('generate', 'none', 'auto', False): models generate text; embedding, reward and
+classification models are not supported
   vLLM: runner convert task pooler_config override_pooler_config
   FastDeploy: runner convert task override_pooler_config  SGLang: is_embedding
-missing: there is one implementation of each architecture
+missing unless ('auto',): there is one implementation of each architecture
   vLLM: model_impl  FastDeploy: model_impl
 missing: graph sizes cannot be chosen yet; enforce_eager=True turns graphs off
   vLLM: cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size max_seq_len_to_capture
     max_context_len_to_capture
   LMDeploy: cudagraph_capture_batch_sizes  SGLang: cuda_graph_max_bs cuda_graph_bs
-missing: PyTorch compiles nothing here; enforce_eager=True turns CUDA graphs off
+missing unless (False,): PyTorch compiles nothing here; enforce_eager=True turns CUDA graphs off
   vLLM: compilation_config optimization_level performance_mode
   FastDeploy: graph_optimization_config  SGLang: enable_torch_compile  transformers: compile
-missing: kernels are chosen by the engine; attention_backend chooses those of attention
+missing unless (False,): kernels are chosen by the engine; attention_backend chooses those of
+attention
   vLLM: kernel_config linear_backend ir_op_priority enable_flashinfer_autotune gdn_prefill_backend
     kda_prefill_backend kda_decode_backend sparse_indexer_topk_backend disable_cascade_attn
     override_attention_dtype kv_sharing_fast_prefill
@@ -276,13 +280,14 @@ the ends of blocks
     enable_mamba_shared_prefix_checkpoint
 missing: diffusion models are not supported
   LMDeploy: dllm_block_length dllm_unmasking_strategy dllm_denoising_steps dllm_confidence_threshold
-missing unless ('mixed', 'native'): KV does not move between engines; kv_offload_gib keeps it in
-this machine's RAM
+missing unless ('mixed', 'native', False): KV does not move between engines; kv_offload_gib keeps it
+in this machine's RAM
   vLLM: kv_transfer_config kv_events_config kv_offloading_backend
   FastDeploy: splitwise_role innode_prefill_ports cache_transfer_protocol kvcache_storage_backend
     write_policy  LMDeploy: role migration_backend enable_transfer_obj_ref
   SGLang: disaggregation_mode enable_hierarchical_cache
-missing: host KV in int8 has a scale for each token and head, and needs no choice of layers
+missing unless (False,): host KV in int8 has a scale for each token and head, and needs no choice of
+layers
   vLLM: calculate_kv_scales kv_cache_dtype_skip_layers
 missing: cached KV is found by a hash that is checked against the tokens, and stays until its memory
 is needed
@@ -291,7 +296,7 @@ is needed
     prefix_cache_state_budget prefix_cache_decode_state_interval
 missing unless (True,): here it is nothing: KV of the output is cached like that of the prompt
   FastDeploy: enable_output_caching  LMDeploy: cache_prompt cache_generation
-missing: here it is nothing: one manager keeps all KV
+missing unless (False,): here it is nothing: one manager keeps all KV
   vLLM: disable_hybrid_kv_cache_manager use_v2_block_manager
 missing unless ('fcfs',): requests run in the order of their arrival; max_num_partial_prefills and
 long_prefill_token_threshold let short ones pass long ones
@@ -312,20 +317,22 @@ missing unless ('raw_logprobs',): logprobs are always those of the model's own d
 penalties
   vLLM: logprobs_mode return_sampling_mask use_fp64_gumbel enable_trace_replay
   FastDeploy: logprobs_mode enable_keep_sampling_mask enable_entropy  LMDeploy: logprobs_mode
-missing: stop strings and tokens of SamplingParams end a text; there is no detector of loops
+missing unless (False,): stop strings and tokens of SamplingParams end a text; there is no detector
+of loops
   FastDeploy: enable_early_stop early_stop_config
-missing unless (True, 'none', 'warn'): what a request took is in its output's metrics; nothing is
-reported elsewhere
+missing unless (True, False, 'none', 'warn'): what a request took is in its output's metrics;
+nothing is reported elsewhere
   vLLM: disable_log_stats aggregate_engine_logging show_hidden_metrics_for_version
     otlp_traces_endpoint collect_detailed_traces per_request_spec_decode_metrics kv_cache_metrics
     kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics
     enable_logging_iteration_details profiler_config custom_histogram_buckets
     aux_output_config  LMDeploy: enable_metrics
   SGLang: enable_metrics log_requests
-missing: an engine does not sleep; close() frees its memory
+missing unless (False,): an engine does not sleep; close() frees its memory
   vLLM: enable_sleep_mode enable_cumem_allocator sleep_mode_offload_cudagraph
     sleep_preserve_parameter_names  SGLang: enable_memory_saver  Ollama: keep_alive
-missing: one thread at a time may call an LLM; AsyncLLM may be called from all of them
+missing unless (False,): one thread at a time may call an LLM; AsyncLLM may be called from all of
+them
   LMDeploy: thread_safe
 missing: memory is bound to no NUMA node; start Python under numactl
   vLLM: numa_bind numa_bind_nodes numa_bind_cpus  llama.cpp: numa  Ollama: numa
@@ -382,17 +389,17 @@ changed: max_tokens, which does not count the prompt
   transformers: max_length
 changed: min_tokens, which does not count the prompt
   transformers: min_length
-changed: logprobs, of the likeliest tokens
+changed unless (False,): logprobs, of the likeliest tokens
   vLLM: logprob_token_ids flat_logprobs  transformers: output_scores return_dict_in_generate
-changed: prompt_logprobs, of the whole prompt
+changed unless (False,): prompt_logprobs, of the whole prompt
   vLLM: prompt_logprob_token_ids prompt_logprob_start  LMDeploy: return_ppl  OpenAI: echo
 changed: speculative of the engine, as in LLM(model, speculative="ngram:4")
   transformers: prompt_lookup_num_tokens assistant_model num_assistant_tokens
 changed: a prompt's own cache_salt, as in {"prompt": text, "cache_salt": "a"}
   vLLM: skip_reading_prefix_cache  llama.cpp: cache_prompt
-missing: temperature=0 takes the likeliest token, and temperature above 0 samples
+missing unless (True,): temperature=0 takes the likeliest token, and temperature above 0 samples
   LMDeploy: do_sample  transformers: do_sample
-missing unless (1,): beam search is llm.beam_search(prompts, beam_width=4, max_tokens=64)
+missing unless (1, 1.0, False): beam search is llm.beam_search(prompts, beam_width=4, max_tokens=64)
   vLLM: use_beam_search beam_width length_penalty early_stopping
   transformers: num_beams num_beam_groups length_penalty early_stopping diversity_penalty
     constraints force_words_ids
@@ -452,14 +459,14 @@ missing: prompts are never cut; a prompt that is too long is an error that names
 missing: whether a model thinks, and how much, its chat template takes, as chat_template_kwargs;
 thinking_token_budget limits the tokens
   OpenAI: reasoning_effort  Ollama: think
-missing: only tokens and their logprobs come out of the model
+missing unless (False,): only tokens and their logprobs come out of the model
   LMDeploy: output_logits output_last_hidden_state
   transformers: output_hidden_states output_attentions
-missing: logprobs are always those of the model's own distribution, before penalties
+missing unless (False,): logprobs are always those of the model's own distribution, before penalties
   FastDeploy: temp_scaled_logprobs top_p_normalized_logprobs
 missing: KV does not move between engines; kv_offload_gib keeps it in this machine's RAM
   LMDeploy: with_cache preserve_cache migration_request
-missing: an answer does not say which experts computed it
+missing unless (False,): an answer does not say which experts computed it
   vLLM: routed_experts_prompt_start  LMDeploy: return_routed_experts
 missing unless (True,): a text has no watermark
   vLLM: watermarking
@@ -476,12 +483,13 @@ missing: tools are arguments of chat(messages, tools=[...], tool_choice=...)
   OpenAI: tools tool_choice functions function_call parallel_tool_calls
 missing: give variables of the chat template in chat_template_kwargs={...}
   transformers: documents enable_thinking
-missing: render the messages with llm.get_tokenizer().apply_chat_template(messages), add what the
-answer begins with, and give generate() the ids of encode(text, add_special_tokens=False)
+missing unless (False,): render the messages with llm.get_tokenizer().apply_chat_template(messages),
+add what the answer begins with, and give generate() the ids of encode(text,
+add_special_tokens=False)
   vLLM: continue_final_message
   transformers: continue_final_message tokenize return_dict return_tensors
-missing: chat() takes the model's own template; render another one with transformers, and give the
-text to generate()
+missing unless ('auto',): chat() takes the model's own template; render another one with
+transformers, and give the text to generate()
   vLLM: chat_template chat_template_content_format  FastDeploy: chat_template
 missing: give token ids as the prompt: llm.generate([1, 2, 3]) or {"prompt_token_ids": [1, 2, 3]}
   vLLM: prompt_token_ids  SGLang: input_ids  transformers: input_ids inputs_embeds
@@ -491,14 +499,15 @@ missing: give it as the first argument, without a name
 missing: here it is sampling_params, a SamplingParams
   vLLM: params  LMDeploy: gen_config  transformers: generation_config generate_kwargs
   Ollama: options
-missing: use llm.stream(prompt, params), llm.stream_chat(messages, params) or AsyncLLM
+missing unless (False,): use llm.stream(prompt, params), llm.stream_chat(messages, params) or
+AsyncLLM
   SGLang: stream  llama.cpp: stream  Ollama: stream  OpenAI: stream stream_options
 missing: images, audio and video are not supported; a model reads and writes text
   vLLM: multi_modal_data mm_processor_kwargs  LMDeploy: images  SGLang: image_data audio_data
   transformers: images  Ollama: images  OpenAI: modalities audio
 missing: LoRA is not supported yet; merge the adapter into its model (peft: merge_and_unload)
   vLLM: lora_request prompt_adapter_request  LMDeploy: adapter_name  SGLang: lora_path
-missing: requests run in the order of their arrival
+missing unless (0,): requests run in the order of their arrival
   vLLM: priority data_parallel_rank
 missing: give both in the prompt: {"prompt_token_ids": ids, "prompt": text}
   vLLM: prompt_text
@@ -516,7 +525,7 @@ missing: here it is nothing: a prompt is encoded whole, and never cut
   vLLM: tokenization_kwargs
 missing: the model was chosen when the LLM was made
   OpenAI: model  Ollama: model
-missing: an output has texts and token ids, and the prompt's
+missing unless (False,): an output has texts and token ids, and the prompt's
   transformers: return_full_text return_text  OpenAI: user metadata store
 """
 

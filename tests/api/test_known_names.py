@@ -10,6 +10,7 @@ import pydoc
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -36,6 +37,11 @@ from nanoengine.text.known_names import (
     translated,
 )
 from nanoengine.text.tokenizer import Tokenizer
+
+
+def params_of(given: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**given)
+
 
 SETTINGS = {field.name for field in fields(EngineConfig)}
 PARAMS = {field.name for field in fields(SamplingParams)}
@@ -161,7 +167,7 @@ def test_a_near_name_is_offered_only_when_it_is_near() -> None:
 )
 def test_a_setting_of_another_engine_has_its_own_sentence(name: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        make_config("m", {name: 1})
+        make_config("m", {name: 3})
 
 
 @pytest.mark.parametrize(
@@ -187,9 +193,57 @@ def test_a_setting_of_another_engine_has_its_own_sentence(name: str, text: str) 
 )
 def test_a_parameter_of_another_engine_has_its_own_sentence(name: str, text: str) -> None:
     with pytest.raises(InvalidParamsError, match=text):
-        SamplingParams(**{name: 1})
+        SamplingParams(**{name: 3})
     with pytest.raises(InvalidParamsError, match=text):
-        replace(SamplingParams(), **{name: 1})
+        replace(SamplingParams(), **{name: 3})
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "taken", "refused"),
+    [
+        (partial(make_config, "m"), "trust_remote_code", (None, False), (True, 0, "")),
+        (partial(make_config, "m"), "enable_lora", (None, False), (True,)),
+        (partial(make_config, "m"), "enable_chunked_prefill", (None, True), (False, 1)),
+        (partial(make_config, "m"), "kv_cache_dtype", (None, "auto"), ("fp8", False)),
+        (partial(make_config, "m"), "cpu_offload_gb", (None, 0, 0.0), (4, False)),
+        (partial(make_config, "m"), "n_gpu_layers", (None, -1), (0, 20)),
+        (partial(make_config, "m"), "disable_radix_cache", (None,), (False, True)),
+        (partial(make_config, "m"), "swap_spice", (), (None, False)),
+        (params_of, "do_sample", (None, True), (False,)),
+        (params_of, "use_beam_search", (None, False), (True,)),
+        (params_of, "max_new_tokens", (None,), (False, 5)),
+    ],
+)
+def test_a_name_may_ask_for_what_is_done_anyway(
+    made: Callable[[dict[str, Any]], object],
+    name: str,
+    taken: tuple[object, ...],
+    refused: tuple[object, ...],
+) -> None:
+    for value in taken:
+        assert made({name: value}) == made({})
+    for value in refused:
+        with pytest.raises((ConfigError, InvalidParamsError), match=name):
+            made({name: value})
+
+
+def test_a_chat_may_ask_for_what_is_done_anyway(tiny: Callable[[str], Path]) -> None:
+    """vLLM's own names and defaults. The answer is that of a call without them."""
+    params = SamplingParams(temperature=0, max_tokens=4)
+    talk = [{"role": "user", "content": "Hi"}]
+    more: dict[str, Any] = {"continue_final_message": False, "chat_template": None}
+    more["chat_template_content_format"] = "auto"
+    settings: Any = {"dtype": "float32", "num_gpu_blocks": 8, "trust_remote_code": False}
+    with LLM(str(tiny("qwen3")), num_threads=1, **settings) as llm:
+        texts = [
+            llm.chat(talk, params, use_tqdm=False, **each)[0].outputs[0].text for each in ({}, more)
+        ]
+        assert texts[0] == texts[1] != ""
+        for name in ("continue_final_message", "chat_template", "enable_thinking"):
+            with pytest.raises(InvalidParamsError, match=f"{name}' of chat"):
+                llm.chat(talk, params, **{name: True})
+        with pytest.raises(InvalidParamsError, match="chat_template_kwargs"):
+            llm.chat(talk, params, enable_thinking=False)  # type: ignore[call-arg]
 
 
 def test_parameters_stay_a_plain_dataclass() -> None:

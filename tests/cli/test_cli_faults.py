@@ -178,6 +178,29 @@ def test_ctrl_c_within_imports_raises_nothing(
     assert handlers and all(handler is signal.SIG_DFL for handler in handlers)
 
 
+# Ctrl-C when a module is looked for.
+AT_AN_IMPORT = """
+import signal, sys
+class AtImport:
+    def find_spec(self, name, *_):
+        if name == sys.argv[1]:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, AtImport())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from nanoengine.__main__ import main
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+sys.exit(main(["--version"]))
+"""
+
+
+@pytest.mark.parametrize("module", ["errors", "sampling_params", "cli.main", "cli.flags", "none"])
+def test_ctrl_c_while_the_command_starts_raises_nothing(module: str) -> None:
+    command = [sys.executable, "-c", AT_AN_IMPORT, f"nanoengine.{module}"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60)
+    assert ran.stderr == b""
+    assert ran.returncode == (0 if module == "none" else -signal.SIGINT)  # 130 in a shell
+
+
 def test_ctrl_c_while_python_ends_raises_nothing() -> None:
     program = (
         "import signal, sys; from nanoengine.cli.main import main; sys.argv[1:] = ['--version']\n"

@@ -104,8 +104,11 @@ def test_rm_asks(
     )
 
 
-def test_rm_with_yes_asks_nothing(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "rm", NAME, "--yes", "--json"]) == 0
+@pytest.mark.parametrize("flags", [(NAME, "--yes", "--json"), ("--yes", NAME, "--json")])
+def test_rm_with_yes_asks_nothing(
+    flags: tuple[str, ...], hub: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["models", "rm", *flags]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["removed"] == NAME and err == ""
 

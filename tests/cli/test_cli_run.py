@@ -19,6 +19,7 @@ from live_server import until
 from nanoengine import LLM, SamplingParams
 from nanoengine.cli import answers as answering
 from nanoengine.cli.main import FAILED, MISUSED, main
+from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.llm_engine import LLMEngine
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +142,22 @@ def test_a_terminal_shows_how_much_of_a_long_prompt_is_read(
         assert "tokens\r\x1b[K" + shown[0][1] + " tokens in, 6 out" in sys.stderr.getvalue()
 
 
+def test_flags_may_come_before_the_prompt(
+    folder: Path, answers: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given in (["--raw", *FLAGS, PROMPT], ["--raw", PROMPT, *FLAGS], [PROMPT, "--raw", *FLAGS]):
+        assert main(["run", str(folder), "--quiet", *given]) == 0
+        assert capsys.readouterr() == (answers["raw"] + "\n", "")
+    for given, said in (
+        (["--raw", "one", "two"], "unexpected argument 'two'; put a prompt of several words in"),
+        (["one", "--raw", "two"], "unexpected argument 'two'"),
+        (["--raw", "-", "two"], "unexpected argument 'two'"),
+        (["--raw", "one", "--temprature", "0"], "did you mean --temperature?"),
+    ):
+        assert main(["run", str(folder), *given]) == MISUSED
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("source", ["file", "-", "nothing"])
 def test_the_prompt_may_come_from_a_file_or_from_standard_input(
     source: str,
@@ -201,14 +218,20 @@ def test_a_prompt_that_is_too_long_fails_in_one_line(
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and "2000" in err
 
 
-def test_the_models_own_parameters_are_a_base(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def copied(folder: Path, tmp_path: Path) -> Path:
+    """The model in another folder, without its generation_config.json."""
     copy = tmp_path / "model"
     copy.mkdir()
     for path in folder.iterdir():
-        (copy / path.name).symlink_to(path)
-    (copy / "generation_config.json").unlink()
+        if path.name != "generation_config.json":
+            (copy / path.name).symlink_to(path)
+    return copy
+
+
+def test_the_models_own_parameters_are_a_base(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = copied(folder, tmp_path)
     (copy / "generation_config.json").write_text('{"top_k": 1}')  # greedy by another name
     argv = ["run", str(copy), PROMPT, "--raw", "--quiet", "--ignore-eos", *FLAGS[2:]]
     texts = []
@@ -216,6 +239,36 @@ def test_the_models_own_parameters_are_a_base(
         assert main([*argv, "--generation-config", "auto", "--seed", seed]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("said", "setting", "expected"),
+    [
+        ({}, None, {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}),
+        ({"top_p": 0.9}, None, {"top_p": 0.9}),
+        ({"top_p": 0.9}, "auto", {"top_p": 0.9}),
+        ({"top_p": 0.9}, "vllm", {}),
+        ({}, "vllm", {}),
+    ],
+)
+def test_the_model_chooses_how_a_terminal_samples(
+    said: dict[str, float],
+    setting: str | None,
+    expected: dict[str, float],
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    """Here the Python API and the server have SamplingParams' own."""
+    copy = copied(folder, tmp_path)
+    (copy / "generation_config.json").write_text(json.dumps(said))
+    config = EngineConfig(model=str(copy), generation_config=setting, **SETTINGS)
+    with answering.open_model(config, {"seed": 3}, is_quiet=True) as model:
+        assert model.params == SamplingParams(seed=3, **expected)
+        assert model.llm.llm_engine.inputs.default_params == (
+            SamplingParams(**said) if setting == "auto" else SamplingParams()
+        )
+    with answering.open_model(config, {"temperature": 0.1}, is_quiet=True) as model:
+        assert model.params == SamplingParams(**(expected | {"temperature": 0.1}))
 
 
 # Python's own handler of Ctrl-C, which a job in the background ignores; 20 s for an answer.

@@ -90,7 +90,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> No
 def test_the_wheel_installs_the_command(wheel: zipfile.ZipFile) -> None:
     (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/entry_points.txt"))
     assert wheel.read(name).decode().split() == [
-        *("[console_scripts]", "nanoengine", "=", "nanoengine.cli.main:main")
+        *("[console_scripts]", "nanoengine", "=", "nanoengine.__main__:main")
     ]
 
 
@@ -152,6 +152,7 @@ def test_settings_and_errors_come_without_torch() -> None:
         "assert dir(nanoengine) == sorted([*nanoengine.__all__, '__version__'])\n"
         "from nanoengine import LLM, AsyncLLM\n"
         "assert LLM is nanoengine.LLM and 'torch' in sys.modules\n"
+        "assert all(hasattr(nanoengine, name) for name in nanoengine.__all__)\n"
         "assert AsyncLLM and 'fastapi' not in sys.modules\n"
         "assert not hasattr(nanoengine, 'nothing')\n"
     )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from live_server import until
 from marks import BUILDS, HAS_TILES, needs_compiler
 from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
@@ -24,6 +29,7 @@ from nanoengine.models.layer_ops import TorchOps
 from nanoengine.models.products import Norm
 from nanoengine.sampling_params import SamplingParams
 
+ROOT = Path(__file__).parents[2]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 DTYPES = list(TOLERANCE)
 VARIANTS = {
@@ -358,6 +364,33 @@ def test_failing_compiler(tmp_path):
     with pytest.raises(KernelBuildError, match="no-such-flag"):
         CpuKernels.load(tmp_path, ("--no-such-flag",))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiler_ends_with_its_builder(tmp_path):
+    """And what it has started, as gcc starts cc1."""
+    compiler, pids = tmp_path / "cc", tmp_path / "pids"
+    compiler.write_text(
+        f"#!/bin/sh\nsleep 120 &\necho $! $$ > {pids}.tmp\nmv {pids}.tmp {pids}\nwait\n"
+    )
+    compiler.chmod(0o700)
+    program = "import sys; from pathlib import Path; from nanoengine.kernels import c_build\n"
+    program += "c_build.build_library(Path(sys.argv[1]))"
+    environment = os.environ | {"CC": str(compiler)}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, env=environment, cwd=ROOT) as builder:
+        until(pids.is_file)
+        started = [Path("/proc", pid) for pid in pids.read_text().split()]
+        assert all(path.exists() for path in started)
+        builder.kill()
+    until(lambda: not any(is_alive(path) for path in started))
+
+
+def is_alive(process: Path) -> bool:
+    """Whether it runs; one that nobody waits for stays as a zombie."""
+    try:
+        return "State:\tZ" not in (process / "status").read_text()
+    except OSError:
+        return False
 
 
 def test_torn_library_is_rebuilt(tmp_path):

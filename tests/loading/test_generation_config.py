@@ -59,6 +59,24 @@ def test_what_it_does_not_say_is_the_default(folder: Path) -> None:
     assert read_sampling_params(folder) == SamplingParams()
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, {"temperature": 0.8, "top_k": 40}),
+        ({"repetition_penalty": 1.1}, {"temperature": 0.8, "top_k": 40, "repetition_penalty": 1.1}),
+        ({"top_p": 0.95}, {"top_p": 0.95}),
+        ({"temperature": 1.0}, {}),
+    ],
+)
+def test_a_base_stands_where_the_model_says_nothing(
+    said: dict[str, Any], expected: dict[str, Any], folder: Path
+) -> None:
+    """One key of a model's is meant with the defaults of the others."""
+    write(folder, **said)
+    base = SamplingParams(temperature=0.8, top_k=40)
+    assert read_sampling_params(folder, base) == SamplingParams(**expected)
+
+
 @pytest.mark.parametrize("setting", [None, "vllm", "auto"])
 def test_requests_use_it_when_asked_to(folder: Path, setting: str | None) -> None:
     """What tells is the repetition penalty, so large that no token comes twice."""

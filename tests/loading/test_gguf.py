@@ -29,6 +29,7 @@ from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
 from nanoengine.loading import find_model
 from nanoengine.loading.checkpoint import CheckpointReader
+from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.gguf import convert as gguf_convert
 from nanoengine.loading.gguf.convert import convert_gguf, read_gguf_config
 from nanoengine.loading.gguf.settings import turned_part
@@ -36,6 +37,7 @@ from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import packaged_gguf
 from nanoengine.models.rope import rotary_pairs
+from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.tokenizer import Tokenizer
 
 Write = Callable[..., Path]
@@ -334,6 +336,18 @@ def test_the_bundled_model_runs_in_transformers(real: Path) -> None:
 
 
 # -- tokenizer and settings ------------------------------------------------------------------------
+
+
+def test_what_it_says_of_sampling_is_a_generation_config(
+    llama: GGUFModel, tmp_path: Path, out: Path
+) -> None:
+    """With the names that the gguf package writes."""
+    keys, said = gguf.Keys.General, {"top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.05}
+    llama.settings |= {keys.SAMPLING_TEMP: 0.6, keys.SAMPLING_TOP_K: 20}
+    names = (keys.SAMPLING_TOP_P, keys.SAMPLING_MIN_P, keys.SAMPLING_PENALTY_REPEAT)
+    llama.settings |= dict(zip(names, said.values(), strict=True))
+    convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+    assert read_sampling_params(out) == SamplingParams(temperature=0.6, top_k=20, **said)
 
 
 def test_tokenizer_settings_are_honoured(llama: GGUFModel, tmp_path: Path, out: Path) -> None:

@@ -29,7 +29,7 @@ from nanoengine.loading.checkpoint import DTYPES
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.parts import names_beside
 from nanoengine.loading.gguf.reader import open_gguf
-from nanoengine.loading.gguf.settings import check_supported, model_config
+from nanoengine.loading.gguf.settings import check_supported, model_config, sampling_config
 from nanoengine.loading.gguf.tensors import TILED, GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
 from nanoengine.loading.steady_file import SteadyFile
@@ -37,7 +37,7 @@ from nanoengine.models.families import OUT_IS_TILED
 from nanoengine.models.stored_codes import CODES_KEY, OF_GGUF, TAKEN_APART
 
 logger = logging.getLogger(__name__)
-CONVERTER_VERSION = 5  # part of the cache key: raise it when the written folder changes
+CONVERTER_VERSION = 6  # part of the cache key: raise it when the written folder changes
 
 CHUNK_ELEMENTS = 4 << 20  # dequantised at a time: 16 MiB of float32
 LARGE_GROWTH = 1 << 30  # bytes; a user wants to know of these before they are written
@@ -68,7 +68,8 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
         _tell_growth(source, target, stored, tensors)
     eos_ids = write_tokenizer(metadata, target, config["vocab_size"])
     _write_json(target / "config.json", config | {"eos_token_id": eos_ids[0] if eos_ids else None})
-    _write_json(target / "generation_config.json", {"eos_token_id": eos_ids})
+    sampling = sampling_config(metadata)
+    _write_json(target / "generation_config.json", {"eos_token_id": eos_ids} | sampling)
     _write_safetensors(target / "model.safetensors", tensors, files)
     return f"{kind} GGUF, {'codes as stored' if stays else 'dequantised to bfloat16'}"
 

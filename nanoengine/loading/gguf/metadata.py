@@ -107,9 +107,12 @@ class Metadata:
         return bool(self.get(f"{self.architecture}.{key}", bool, default))
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A float32 of the architecture, as the shortest decimal that names it."""
-        value = self.get(f"{self.architecture}.{key}", float, default)
-        return float(str(np.float32(value)))
+        """A float32 of the architecture."""
+        return self.float32(f"{self.architecture}.{key}", default)
+
+    def float32(self, key: str, default: float | None = None) -> float:
+        """A float32, as the shortest decimal that names it."""
+        return float(str(np.float32(self.get(key, float, default))))
 
     def reals(self, key: str, num_layers: int) -> list[float]:
         """A float32 for each layer."""

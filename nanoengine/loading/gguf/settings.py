@@ -116,6 +116,14 @@ MAY_TURN_A_PART = ("glm4", "glm4moe", "minimax-m2", "phi3", *HYBRIDS)
 WITH_WINDOWS = ("cohere2", "exaone4", "gemma3", "gemma4", "gpt-oss", "llama", "olmo2", "phi3")
 GRANITES = ("granite", "granitehybrid", "granitemoe")
 COHERES = ("cohere2", "command-r")
+# Of generation_config.json: its key in a GGUF.
+SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
 
 
 def check_supported(metadata: Metadata) -> None:
@@ -202,6 +210,15 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
         **_layer_settings(metadata, stored, num_layers, num_heads, head_dim),
         **_own_settings(metadata, stored, num_layers),
     }
+
+
+def sampling_config(metadata: Metadata) -> dict[str, Any]:
+    """What the file says of sampling, with the keys of generation_config.json."""
+    found: dict[str, Any] = {}
+    for name, key in SAMPLING.items():
+        if metadata.has(key):
+            found[name] = metadata.get(key, int) if name == "top_k" else metadata.float32(key)
+    return found
 
 
 def _layer_settings(
