@@ -10,8 +10,10 @@ from nanoengine.models.families import (
     COHERE_DEFAULTS,
     ERNIE,
     ERNIE_DEFAULTS,
+    GEMMA,
     GEMMA_4,
     GEMMA_4_DEFAULTS,
+    GEMMA_DEFAULTS,
     GEMMA_NORMS,
     GLM,
     GRANITE_EXPERTS,
@@ -172,11 +174,9 @@ _ALL_ATTENTION = {  # in all layers
     ),
     "Gemma3ForCausalLM": Architecture(
         "Gemma 3 (270M to 27B)",
+        **GEMMA,
         norms=GEMMA_NORMS,
-        norm_offset=1.0,
         qk_norm="head",
-        activation="gelu_pytorch_tanh",
-        scales_embeddings=True,
         windows="pattern",
         ropes_by_kind=True,
         reads=("final_logit_softcapping", "query_pre_attn_scalar"),
@@ -223,6 +223,22 @@ _ALL_ATTENTION = {  # in all layers
         "Gemma 4 (12B)",
         **GEMMA_4,
         defaults=GEMMA_4_DEFAULTS | {"max_position_embeddings": 262144, "sliding_window": 1024},
+    ),
+    "GemmaForCausalLM": Architecture(
+        "Gemma 1 (2B, 7B)",
+        **GEMMA,
+        requires={
+            # To transformers "gelu" is its formula with tanh here.
+            "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+            "hidden_activation": (None, "gelu_pytorch_tanh"),
+            "use_bidirectional_attention": (None, False),
+        },
+        defaults=GEMMA_DEFAULTS
+        | {
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+        },
     ),
     "Glm4ForCausalLM": Architecture(
         "GLM 4 (9B, 32B of April 2025)",

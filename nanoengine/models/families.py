@@ -45,6 +45,18 @@ ERNIE_DEFAULTS: dict[str, Any] = {
     "rope_theta": 5e5,
     "tie_word_embeddings": True,
 }
+# Gemma 1 and 2, and VaultGemma; Gemma 3 has most of it.
+GEMMA: dict[str, Any] = {
+    "norm_offset": 1.0,
+    "activation": "gelu_pytorch_tanh",
+    "scales_embeddings": True,
+}
+GEMMA_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 256000,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 GEMMA_NORMS = NormNames(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",

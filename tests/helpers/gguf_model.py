@@ -49,7 +49,7 @@ UNMAPPED = {
 }
 INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3")
 INTERLEAVED += ("granitehybrid", *NEMOTRONS)
-WITH_NORM_OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
+WITH_NORM_OFFSET = ("gemma", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
     "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
@@ -62,6 +62,7 @@ ARCHITECTURES = {
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "Exaone4ForCausalLM": "exaone4",
     "FalconH1ForCausalLM": FALCON,
+    "GemmaForCausalLM": "gemma",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4",

@@ -503,6 +503,9 @@ TINY: dict[str, TinyModel] = {
         seed=64,
     ),
     # The middle layer sees everything, and turns by another theta than those with a window.
+    "gemma": TinyModel(
+        "gemma", {"hidden_size": 48, "head_dim": 32, "num_key_value_heads": 1}, seed=108
+    ),
     "gemma3": TinyModel(
         "gemma3_text",
         {

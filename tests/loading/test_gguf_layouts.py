@@ -42,7 +42,7 @@ NAMES += ("ernie", "ernie-moe", "exaone4", "exaone4-full", "glm4", "granite", "g
 NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "lfm2", "lfm2-moe")
 NAMES += ("kimi-linear", "ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
 NAMES += ("cohere", "cohere2", "dots1", "falcon-h1", "granite-moe-shared", "minimax-m2")
-NAMES += ("olmo2", "olmo3")
+NAMES += ("gemma", "olmo2", "olmo3")
 BY_DEFAULT = (
     *NAMES[:2],
     "apertus",
@@ -63,6 +63,7 @@ BY_DEFAULT = (
     "lfm2-moe",
     "nemotron-h",
     "qwen3.5-moe",
+    "gemma",
     "gemma4-shared",
     "olmo3",
 )
