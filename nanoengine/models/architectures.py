@@ -11,6 +11,8 @@ from nanoengine.models.families import (
     ERNIE,
     ERNIE_DEFAULTS,
     GEMMA,
+    GEMMA_2,
+    GEMMA_2_DEFAULTS,
     GEMMA_4,
     GEMMA_4_DEFAULTS,
     GEMMA_DEFAULTS,
@@ -171,6 +173,9 @@ _ALL_ATTENTION = {  # in all layers
             "sliding_window": 4096,
             "sliding_window_pattern": 4,
         },
+    ),
+    "Gemma2ForCausalLM": Architecture(
+        "Gemma 2 (2B, 9B, 27B)", **GEMMA_2, norms=GEMMA_NORMS, defaults=GEMMA_2_DEFAULTS
     ),
     "Gemma3ForCausalLM": Architecture(
         "Gemma 3 (270M to 27B)",
@@ -520,6 +525,12 @@ _ALL_ATTENTION = {  # in all layers
             "num_key_value_heads": 4,
             "use_sliding_window": False,
         },
+    ),
+    "VaultGemmaForCausalLM": Architecture(
+        "VaultGemma (1B)",
+        **GEMMA_2,
+        norms=NormNames(before_mlp="pre_feedforward_layernorm"),
+        defaults=GEMMA_2_DEFAULTS,
     ),
 }
 ARCHITECTURES = dict(sorted((_ALL_ATTENTION | HYBRIDS).items()))
