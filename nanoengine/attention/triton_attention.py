@@ -282,7 +282,7 @@ class TritonAttention:
             "ROWS": rows,
             "PARTITION": PARTITION,
             "FEW": few_queries(group, most_rows),
-            "SOFTCAP": self._config.softcap or 0.0,
+            "SOFTCAP": self._config.softcap,
         }
 
     def _program(self, q: Tensor, chunk: KVChunk) -> tuple[int, int]:

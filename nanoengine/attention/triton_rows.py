@@ -55,7 +55,7 @@ def _fold(
     """Fold one tile of keys, rows [first_row, first_row + TILE) of a page. `position` is the last
     key that each row sees here, `start` the position of the tile's first key; with a window,
     `hidden` is the last key before each row's window. `kept`: as in keep. `scale` makes powers of
-    two of scores; with a softcap (0: none) parts of the cap.
+    two of scores; with a SOFTCAP parts of it.
     """
     n, d = tl.arange(0, TILE_PAD), tl.arange(0, DIM)
     at = page.to(tl.int64) * kv_block + (first_row + n) * kv_row
@@ -68,7 +68,7 @@ def _fold(
         k = tl.load(keys + at[:, None] + d[None, :])
         v = tl.load(values + at[:, None] + d[None, :])
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if SOFTCAP:
+    if SOFTCAP is not None:
         scores = _tanh(scores) * (SOFTCAP * LOG2E)
     if IS_MASKED or TILE != TILE_PAD:
         sees = (start + n)[None, :] <= position[:, None]
