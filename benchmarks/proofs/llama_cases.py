@@ -123,6 +123,7 @@ OTHERWISE: dict[str, dict[str, Any] | None] = {
     "qwen3-moe": {"mlp_only_layers": []},
     "qwen3-next": None,
     "qwen3-next-moe": {"mlp_only_layers": []},
+    "vaultgemma": None,
 }
 BETAS = "llama.cpp reads 'yarn_beta_fast' of mistral3 and grok alone"
 RAMP = "llama.cpp rounds the ends of YaRN's ramp to whole pairs, which OpenAI's code does not"
@@ -174,7 +175,16 @@ FUSED: tuple[str, ...] = (
     "granite-hybrid",
     "lfm2",
 )
-FUSED += ("ernie", "glm4", "gpt-oss", "gemma3", "gemma4-shared", "nemotron-h", "minimax-m2")
+FUSED += (
+    "ernie",
+    "glm4",
+    "gpt-oss",
+    "gemma2",
+    "gemma3",
+    "gemma4-shared",
+    "nemotron-h",
+    "minimax-m2",
+)
 FUSED += ("falcon-h1", "kimi-linear")
 
 

@@ -47,6 +47,7 @@ class CpuAttention:
                 window,
                 mass,
                 sinks,
+                self._config.softcap,
             )
         return out
 

@@ -33,7 +33,7 @@ class TorchAttention:
     def __init__(self, config: AttentionConfig) -> None:
         self.name = "torch"
         self._config = config
-        self._scale = config.score_scale
+        self._scale, self._softcap = config.score_scale, config.softcap
         self._state: SoftmaxState | None = None
 
     def run(
@@ -98,6 +98,8 @@ class TorchAttention:
         num_keys, kv_heads = k.shape[:2]
         grouped = q.float().view(num_rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         scores = (grouped * self._scale) @ k.float().permute(1, 2, 0).unsqueeze(1)
+        if self._softcap is not None:
+            scores = scores.div_(self._softcap).tanh_().mul_(self._softcap)
         hides = window is not None and visible > window
         if visible - num_rows + 1 < num_keys or hides:
             limit = torch.arange(visible - num_rows, visible, device=q.device).unsqueeze(1)

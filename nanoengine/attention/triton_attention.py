@@ -102,7 +102,10 @@ class TritonAttention:
         self._config = config
         self._checked_rows = checked_rows
         self.name = f"Triton {triton.__version__}"
-        self._scale = config.score_scale * LOG2E.value  # the kernels use powers of two
+        # The kernels use powers of two, and a cap's parts before these.
+        self._scale = config.score_scale * LOG2E.value
+        if config.softcap is not None:
+            self._scale = config.score_scale / config.softcap
         self._shared_bytes = _shared_memory(device)
         key_bytes = 2 * _padded(config.head_dim) * dtype.itemsize
         room = self._shared_bytes // (TILES_IN_SHARED_MEMORY * key_bytes)
@@ -279,6 +282,7 @@ class TritonAttention:
             "ROWS": rows,
             "PARTITION": PARTITION,
             "FEW": few_queries(group, most_rows),
+            "SOFTCAP": self._config.softcap,
         }
 
     def _program(self, q: Tensor, chunk: KVChunk) -> tuple[int, int]:

@@ -26,7 +26,8 @@ def prefill(
     scale, num_tokens, table_row, q_token, q_head, kv_block, kv_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS_OF_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TILE_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, ROWS: tl.constexpr, PARTITION: tl.constexpr, FEW: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, PARTITION: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
     """Rows are the heads of a group, query by query; the longest tile of queries runs first. Memory
     holds first the states of all finished partitions, then those of started ones.
@@ -70,7 +71,7 @@ def prefill(
         row_max, row_sum, acc = fold_tiles(
             queries, keys, values, pages, first_key, kv_block, kv_row, scale, position - WINDOW,
             position, part_begin, tl.minimum(part_end, all_see), part_end, row_max, row_sum, acc,
-            kept, HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, WINDOW > 0,
+            kept, HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, WINDOW > 0,
         )  # fmt: skip
         if part_end == (part + 1) * PARTITION:
             whole_max, whole_sum, whole_acc = merged(
@@ -97,7 +98,7 @@ def decode(
     scale, num_tokens, table_row, q_token, q_head, kv_block, kv_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS_OF_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TILE_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, LONGEST: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, LONGEST: tl.constexpr,
     ROWS: tl.constexpr, PARTITION: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Fold every n-th partition of the chunk, for few queries of one sequence and one group."""
@@ -136,7 +137,7 @@ def decode(
         row_max, row_sum, acc = fold_tiles(
             queries, keys, values, pages, first_key, kv_block, kv_row, scale, hidden, position,
             begin, begin, end, row_max, row_sum, acc, kept,
-            HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, True,
+            HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, True,
         )  # fmt: skip
         store_state(parts, at, is_row, d, row_max, row_sum, acc, HEAD_DIM)
 

@@ -33,15 +33,29 @@ def span_of(
 
 
 @triton.jit
+def _tanh(x):
+    """As tanhv of cpu_vectors.h."""
+    size, square = tl.abs(x), x * x
+    p = square * -0.0057049873 + 0.020639088
+    p = p * square - 0.053739715
+    p = p * square + 0.13331442
+    p = p * square - 0.3333328
+    e = tl.exp2(size * (-2 * LOG2E))
+    quotient = (1.0 - e) / (1.0 + e)
+    return tl.where(size < 0.625, x + x * square * p, tl.where(x < 0, -quotient, quotient))
+
+
+@triton.jit
 def _fold(
     q, keys, values, page, kv_block, kv_row, first_row, scale, hidden, position, start,
     row_max, row_sum, acc, kept,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
-    TILE_PAD: tl.constexpr, WINDOW: tl.constexpr, IS_MASKED: tl.constexpr,
+    TILE_PAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys, rows [first_row, first_row + TILE) of a page. `position` is the last
     key that each row sees here, `start` the position of the tile's first key; with a window,
-    `hidden` is the last key before each row's window. `kept`: as in keep.
+    `hidden` is the last key before each row's window. `kept`: as in keep. `scale` makes powers of
+    two of scores; with a SOFTCAP parts of it.
     """
     n, d = tl.arange(0, TILE_PAD), tl.arange(0, DIM)
     at = page.to(tl.int64) * kv_block + (first_row + n) * kv_row
@@ -54,6 +68,8 @@ def _fold(
         k = tl.load(keys + at[:, None] + d[None, :])
         v = tl.load(values + at[:, None] + d[None, :])
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if SOFTCAP is not None:
+        scores = _tanh(scores) * (SOFTCAP * LOG2E)
     if IS_MASKED or TILE != TILE_PAD:
         sees = (start + n)[None, :] <= position[:, None]
         if WINDOW:
@@ -76,7 +92,7 @@ def fold_tiles(
     end,
     row_max, row_sum, acc, kept,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    TILE_PAD: tl.constexpr, WINDOW: tl.constexpr, IS_MASKED: tl.constexpr,
+    TILE_PAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [begin, end); every row sees all keys before `all_see`. `pages` holds the
     blocks from key `first_key` on.
@@ -87,7 +103,7 @@ def fold_tiles(
             row_max, row_sum, acc = _fold(
                 q, keys, values, page, kv_block, kv_row, start % BLOCK, scale, hidden, position,
                 start, row_max, row_sum, acc, kept,
-                HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, False,
+                HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, False,
             )  # fmt: skip
         begin = tl.maximum(begin, all_see)
     for start in range(begin, end, TILE):
@@ -95,7 +111,7 @@ def fold_tiles(
         row_max, row_sum, acc = _fold(
             q, keys, values, page, kv_block, kv_row, start % BLOCK, scale, hidden, position, start,
             row_max, row_sum, acc, kept,
-            HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, True,
+            HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, True,
         )  # fmt: skip
     return row_max, row_sum, acc
 

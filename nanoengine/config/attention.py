@@ -11,13 +11,15 @@ class AttentionConfig:
 
     scale: factor of the products q k; None: head_dim**-0.5. windows: for each layer with attention,
     how many keys a query sees, its own included; None: all; no entries: all in every layer.
-    head_dims: of each layer if they differ; head_dim is then the largest.
+    head_dims: of each layer if they differ; head_dim is then the largest. softcap: a scaled score s
+    becomes softcap * tanh(s / softcap), before any is hidden; None: it stays.
     """
 
     head_dim: int
     scale: float | None = None
     windows: tuple[int | None, ...] = ()
     head_dims: tuple[int, ...] = ()
+    softcap: float | None = None
 
     @property
     def score_scale(self) -> float:
@@ -40,7 +42,7 @@ class AttentionLimits:
     """Which models and settings an attention backend supports.
 
     dtypes: torch's names. head_dim_step, page: head_dim and kvcache_block_size must be multiples of
-    these. max_head_dim: None: any. windows: whether it supports AttentionConfig's.
+    these. max_head_dim: None: any. windows, softcap: whether it supports AttentionConfig's.
     """
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
@@ -48,12 +50,15 @@ class AttentionLimits:
     max_head_dim: int | None = None
     page: int = 1
     windows: bool = True
+    softcap: bool = True
 
     def unmet(self, dtype: str, block_size: int, config: AttentionConfig) -> str:
         """The first limit that is not met, with the value that breaks it; "" if all are met."""
         most, step = self.max_head_dim, self.head_dim_step
         if any(config.windows) and not self.windows:
             return "layers that see all keys, and this model has a sliding window"
+        if config.softcap is not None and not self.softcap:
+            return f"scores without a softcap, and this model has one of {config.softcap:g}"
         if dtype not in self.dtypes:
             return f"{' or '.join(self.dtypes)}, not {dtype}"
         for head_dim in (*config.head_dims, config.head_dim):
@@ -66,7 +71,12 @@ class AttentionLimits:
 
 
 _FLASH = AttentionLimits(
-    ("bfloat16", "float16"), head_dim_step=8, max_head_dim=256, page=256, windows=False
+    ("bfloat16", "float16"),
+    head_dim_step=8,
+    max_head_dim=256,
+    page=256,
+    windows=False,
+    softcap=False,
 )
 # Keys are values of attention_backend. Each backend returns its log-sum-exp, so that results of
 # chunks can be merged, or carries its softmax state from chunk to chunk.
@@ -75,9 +85,14 @@ ATTENTION_LIMITS = {
     "varlen": _FLASH,
     "triton": AttentionLimits(),
     "ascend": AttentionLimits(
-        ("bfloat16", "float16"), head_dim_step=128, max_head_dim=128, page=128, windows=False
+        ("bfloat16", "float16"),
+        head_dim_step=128,
+        max_head_dim=128,
+        page=128,
+        windows=False,
+        softcap=False,
     ),
-    "sdpa": AttentionLimits(head_dim_step=8, windows=False),
+    "sdpa": AttentionLimits(head_dim_step=8, windows=False, softcap=False),
     "c": AttentionLimits(("float32", "bfloat16")),
     "torch": AttentionLimits(),
 }

@@ -301,19 +301,19 @@ class ModelConfig:
     no_rope_layers: layers without RoPE (arXiv 2501.18795). windows: of each
     layer, None where it sees all keys or has no attention; () without any.
     query_pre_attn_scalar: its root divides the scores (None: head_dim). local_rope: RoPE of the
-    layers with a window (None: as in the others). final_logit_softcap: softcap of the logits.
-    wrapper: the class in config.json if this is the text model of one for images, too. experts:
-    None: all layers have a feed-forward. recurrent: of recurrent layers, which have no KV, unless
-    attends_beside: they have attention beside the rule, which both see the same norm.
-    bare_layers: those without a feed-forward. shapes: of each layer where they differ, else (); see
-    `shape`. layer_input_size: of the vector that each layer gets of a token id; 0: none. codes: a
-    key of stored_codes.FORMATS, if the checkpoint has matrices of layers (MXFP4: of experts) in it;
-    "F32" if it has them quantised in a way of which no codes are made; else "". left_out: those
-    matrices that it has as numbers nevertheless. stored_dtype: of the checkpoint's numbers, as
-    config.json says; "" if it does not. latent: None: heads have keys and values of their own.
-    has_mtp: the head for multi-token prediction is part of it: a layer more with attention, number
-    num_layers, see models/mtp.py. has_qk_norm: False: it has none of the norms of q and k that
-    others of its architecture have.
+    layers with a window (None: as in the others). attn_logit_softcap: of the scores, see
+    AttentionConfig.softcap; final_logit_softcap: of the logits. wrapper: the class in config.json
+    if this is the text model of one for images, too. experts: None: all layers have a feed-forward.
+    recurrent: of recurrent layers, which have no KV, unless attends_beside: they have attention
+    beside the rule, which both see the same norm. bare_layers: those without a feed-forward.
+    shapes: of each layer where they differ, else (); see `shape`. layer_input_size: of the vector
+    that each layer gets of a token id; 0: none. codes: a key of stored_codes.FORMATS, if the
+    checkpoint has matrices of layers (MXFP4: of experts) in it; "F32" if it has them quantised in a
+    way of which no codes are made; else "". left_out: those matrices that it has as numbers
+    nevertheless. stored_dtype: of the checkpoint's numbers, as config.json says; "" if it does not.
+    latent: None: heads have keys and values of their own. has_mtp: the head for multi-token
+    prediction is part of it: a layer more with attention, number num_layers, see models/mtp.py.
+    has_qk_norm: False: it has none of the norms of q and k that others of its architecture have.
     """
 
     architecture: str
@@ -335,6 +335,7 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     query_pre_attn_scalar: float | None = None
     local_rope: RopeConfig | None = None
+    attn_logit_softcap: float | None = None
     final_logit_softcap: float | None = None
     wrapper: str = ""
     recurrent: AnyRecurrent | None = None
@@ -371,7 +372,7 @@ class ModelConfig:
         dims = tuple(shape.head_dim for shape in self.shapes)
         widest = max(dims, default=self.head_dim)
         windows = tuple(map(self.window, self.attention_layers)) if self.windows else ()
-        return AttentionConfig(widest, scale, windows, dims)
+        return AttentionConfig(widest, scale, windows, dims, self.attn_logit_softcap)
 
     def window(self, layer: int) -> int | None:
         """The most keys that a query of this layer sees; None: all up to its own."""

@@ -8,6 +8,7 @@
  *
  *   scores   a score is one chain of fused steps over the words of head_dim, in order (a word: one number,
  *            or a pair of bf16); or, in matrix tiles, over 32 numbers at a time.
+ *            With a softcap it goes through cap_scores, before any is hidden.
  *   tile     up to TILE keys, which begin at a multiple of TILE in their segment, are folded into the
  *            partial state of the segment. Their p are summed by keys mod LANES, then as sum_lanes does.
  *            acc takes one fused step for each key (or pair of keys, or 32 keys) in order.
@@ -73,6 +74,7 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
     float *mass, *kept;
     int64_t sequences, blocks, mass_stride;
     double scale;
+    double softcap; /* 0, or scores become softcap tanh(scale score / softcap) */
 } attend_args;
 
 /* Of a whole model: what a call brings has no say. */
@@ -109,6 +111,22 @@ static int is_split(const attend_args *a, const entry_t *e) {
 }
 
 INLINE int64_t up_to_line(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
+
+/* ---- scores ------------------------------------------------------------------------------------ */
+
+/* What softmax multiplies scores by: cap_scores has scaled those with a cap. */
+INLINE float scale_of(const attend_args *a) { return a->softcap ? 1.0f : (float)a->scale; }
+
+/* Of `count` vectors. Compiled once for both ways, so that no two loops can round differently. */
+static __attribute__((noinline)) void cap_scores(const attend_args *a, float *scores, int64_t count) {
+    const vf within = splat((float)(a->scale / a->softcap)), cap = splat((float)a->softcap);
+    for (float *end = scores + count * LANES; scores < end; scores += LANES)
+        store(scores, tanhv(load(scores) * within) * cap);
+}
+/* Of n keys, [row][TILE]. */
+INLINE void cap_rows(const attend_args *a, float *scores, int64_t rows, int n) {
+    for (int64_t r = 0; r < rows; r++) cap_scores(a, scores + r * TILE, ceil_div(n, LANES));
+}
 
 /* ---- segments ----------------------------------------------------------------------------------- */
 

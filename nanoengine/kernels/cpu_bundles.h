@@ -55,6 +55,7 @@ static void narrow_softmax(const attend_args *a, const tile_t *t, int n, const d
                            int64_t count, float *probs, states_t *states, float *alpha,
                            keys_ahead_t *next) {
     int visible[LANES];
+    if (a->softcap) cap_rows(a, probs, count, n);
     for (int64_t i = 0; i < count; i++) {
         bring(next);
         float *p = probs + i * TILE;
@@ -62,7 +63,7 @@ static void narrow_softmax(const attend_args *a, const tile_t *t, int n, const d
         for (int64_t j = min64(n, seen - a->window); j > 0; j--) p[j - 1] = -INFINITY;
         visible[i] = max64(0, min64(n, seen));
     }
-    decode_softmax(probs, count, n, visible, a->scale, states, alpha, BF16_PAIRS);
+    decode_softmax(probs, count, n, visible, scale_of(a), states, alpha, BF16_PAIRS);
     for (int64_t i = 0; i < count; i++) { /* up to 32 */
         uint16_t *p = (uint16_t *)(probs + i * TILE);
         store_n(p + ceil_div(n, LANES) * LANES, (vf){0}, LANES, BF16_PAIRS);
@@ -80,7 +81,8 @@ static void wide_softmax(const attend_args *a, const tile_t *t, int n, const dec
         masked |= at < t->pos + n - 1 || at >= t->pos + a->window;
     }
     vf factors;
-    tile_softmax(turned, n, t->pos, masked, a->window, a->scale, pos, states->top, states->sum, &factors,
+    if (a->softcap) cap_scores(a, turned, n);
+    tile_softmax(turned, n, t->pos, masked, a->window, scale_of(a), pos, states->top, states->sum, &factors,
                  1, BF16_TILES);
     store(alpha, factors);
     for (int c = 0; c < n; c += 2 * LANES) {

@@ -295,6 +295,7 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
         for (int64_t h = head0, i = 0; h < head1; h++, i += rows)
             decode_scores(k + h * width, key_stride, n, q + i * q_bytes, q_bytes, rows, &soon, keys,
                           probs + i * TILE, dim, mode);
+        if (a->softcap) cap_rows(a, probs, all, n);
         int64_t row = 0, head = 0, last = e.first_pos;
         for (int64_t first = 0; first < all; first += LANES) {
             const int64_t some = min64(LANES, all - first);
@@ -307,7 +308,7 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
                     probs[i * TILE + j - 1] = -INFINITY; /* before the window */
                 visible[i - first] = max64(0, min64(n, last + 1 - span.pos - t));
             }
-            decode_softmax(probs + first * TILE, some, n, visible, a->scale, states + first / LANES,
+            decode_softmax(probs + first * TILE, some, n, visible, scale_of(a), states + first / LANES,
                            alpha + first, mode);
         }
         for (int64_t h = head0; h < head1; h++) {

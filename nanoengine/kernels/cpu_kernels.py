@@ -29,7 +29,7 @@ from nanoengine.models.short_conv import ShortConvNet
 
 # One field per member, in that order, of attend_args in cpu_attention.h; of norm_args and rope_args
 # in cpu_operators.h; of delta_args in cpu_delta.h; of draw_args and likeliest_args in cpu_draw.h.
-_ATTEND_ARGS = struct.Struct("=14Q16q2Q3qd")
+_ATTEND_ARGS = struct.Struct("=14Q16q2Q3q2d")
 _NORM_ARGS = struct.Struct("=3Q10qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
 _DELTA_ARGS = struct.Struct("=14Q12q3d")
@@ -139,6 +139,7 @@ class CpuKernels:
         window: int | None = None,
         mass: MassBuffers | None = None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> None:
         """Fold one chunk into the softmax state of the batch, in place. Raises EngineError.
 
@@ -153,6 +154,7 @@ class CpuKernels:
         mass              if given, and the same for all chunks of a layer, the one with `out` adds
                           to its total what the blocks of all chunks got; only without a window
         sinks             float32 [heads], contiguous: is_first writes (sink, 1, 0) instead
+        scale, softcap    as AttentionConfig.score_scale and softcap
         """
         k, v = chunk.k, chunk.v
         tokens, heads, head_dim = q.shape
@@ -174,7 +176,7 @@ class CpuKernels:
             *(is_bf16, is_first, torch.get_num_threads(), self._has_tiles),
             min(window or _ALL_KEYS, _ALL_KEYS),
             *((0,) * 5 if mass is None else mass.packed),
-            scale,
+            *(scale, softcap or 0.0),
         )
         self.tape.call(self._attend, packed, pointed_to, out, mass, sinks)
 

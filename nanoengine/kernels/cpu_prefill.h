@@ -157,12 +157,12 @@ INLINE void tile_values(const float *v, int64_t v_stride, int n, const float *pr
         UNROLL for (int r = 0; r < vecs; r++) store(acc + (j * vecs + r) * LANES, a[j][r]);
 }
 
-typedef struct { /* one tile of keys; strides in bytes and in words; window and scores: attend_args */
+typedef struct { /* one tile of keys; strides in bytes and in words; window: as in attend_args */
     const char *k;
     const float *v;
     int64_t k_stride, v_stride, pos;
     int count, window;
-    double scale;
+    const attend_args *call;
 } tile_t;
 
 typedef struct { /* up to RVECS vectors of rows; have they seen no tile of this segment, none at all */
@@ -180,7 +180,8 @@ INLINE void attend_group(const tile_t *t, const workspace *w, group_t *g, int n,
     g->is_fresh = 0;
     if (mode == BF16_TILES) tiled_scores(t->k, t->k_stride, n, q, dim, p, vecs);
     else tile_scores(t->k, t->k_stride, n, q, pairs ? dim / 2 : dim, p, vecs, mode);
-    tile_softmax(p, n, t->pos, masked, t->window, t->scale, w->pos + row, w->top + row, w->sum + row,
+    if (t->call->softcap) cap_scores(t->call, p, n * vecs);
+    tile_softmax(p, n, t->pos, masked, t->window, scale_of(t->call), w->pos + row, w->top + row, w->sum + row,
                  alpha, vecs, mode);
     if (mode == BF16_TILES) {
         tiled_values((const char *)t->v, n, p, alpha, is_first, acc, dim, vecs);
@@ -269,7 +270,7 @@ static tile_t prepare_tile(const attend_args *a, const workspace *w, const char 
     const int64_t dim = a->head_dim;
     float *const keys = w->keys + from * w->padded, *const values = w->values + from * w->padded;
     tile_t t = {.k = k, .v = (const float *)v, .k_stride = stride, .v_stride = stride / 4, .pos = pos,
-                .count = count, .window = a->window, .scale = a->scale};
+                .count = count, .window = a->window, .call = a};
     if (mode == F32) return t;
     const int64_t padded = w->padded;
     if (mode == BF16_TILES) {

@@ -116,7 +116,8 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         eos_token_ids=_eos_token_ids(folder, content, vocab_size),
         windows=windows,
         query_pre_attn_scalar=_query_scalar(content, reads, latent),
-        final_logit_softcap=_softcap(content, reads),
+        attn_logit_softcap=_softcap(content, reads, "attn_logit_softcapping"),
+        final_logit_softcap=_softcap(content, reads, "final_logit_softcapping"),
         wrapper=wrapper,
         recurrent=_recurrent(content, architecture, mixers, num_layers),
         attends_beside=architecture.hybrid == "beside",
@@ -131,8 +132,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         has_qk_norm="use_qk_norm" not in reads or content.flag("use_qk_norm"),
         factors=_factors(content, reads),
     )
-    config = with_multipliers(config, content) if config.attends_beside else config
-    return _with_good_heads(config, content.path)
+    return _with_good_heads(with_multipliers(config, content), content.path)
 
 
 def _complete(content: CheckedJson, architecture: Architecture) -> None:
@@ -257,9 +257,8 @@ def _layer_input_size(content: CheckedJson, architecture: Architecture, vocab_si
     return content.size("hidden_size_per_layer_input")
 
 
-def _softcap(content: CheckedJson, reads: Collection[str]) -> float | None:
-    """Of the logits; None if the architecture or the checkpoint has none."""
-    name = "final_logit_softcapping"
+def _softcap(content: CheckedJson, reads: Collection[str], name: str) -> float | None:
+    """By this key; None if the architecture or the checkpoint has none."""
     is_set = name in reads and content.get(name) is not None
     return content.real(name) if is_set else None
 

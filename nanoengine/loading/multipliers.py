@@ -21,7 +21,9 @@ ONES = {
 
 
 def with_multipliers(config: ModelConfig, content: CheckedJson) -> ModelConfig:
-    """The model with Falcon-H1's. Raises CorruptModelError."""
+    """A Falcon-H1 with its own; others stay. Raises CorruptModelError."""
+    if not config.attends_beside:
+        return config
     ones = {field: checked_factor(content, name, content.get(name)) for field, name in ONES.items()}
     gate, down = _listed(content, "mlp_multipliers", 2)
     ssm = tuple(_listed(content, "ssm_multipliers", 5))

@@ -65,7 +65,7 @@ ARCHITECTURES_REFUSED = (
     ),
     Refusal(
         r"^Gemma",
-        "another Gemma, and only Gemma 3 and 4 are supported",
+        "another Gemma, and only Gemma 1 to 4 are supported",
         "take google/gemma-3-1b-it, or run this one with vLLM or llama.cpp",
     ),
     Refusal(

@@ -10,8 +10,12 @@ from nanoengine.models.families import (
     COHERE_DEFAULTS,
     ERNIE,
     ERNIE_DEFAULTS,
+    GEMMA,
+    GEMMA_2,
+    GEMMA_2_DEFAULTS,
     GEMMA_4,
     GEMMA_4_DEFAULTS,
+    GEMMA_DEFAULTS,
     GEMMA_NORMS,
     GLM,
     GRANITE_EXPERTS,
@@ -170,13 +174,14 @@ _ALL_ATTENTION = {  # in all layers
             "sliding_window_pattern": 4,
         },
     ),
+    "Gemma2ForCausalLM": Architecture(
+        "Gemma 2 (2B, 9B, 27B)", **GEMMA_2, norms=GEMMA_NORMS, defaults=GEMMA_2_DEFAULTS
+    ),
     "Gemma3ForCausalLM": Architecture(
         "Gemma 3 (270M to 27B)",
+        **GEMMA,
         norms=GEMMA_NORMS,
-        norm_offset=1.0,
         qk_norm="head",
-        activation="gelu_pytorch_tanh",
-        scales_embeddings=True,
         windows="pattern",
         ropes_by_kind=True,
         reads=("final_logit_softcapping", "query_pre_attn_scalar"),
@@ -223,6 +228,22 @@ _ALL_ATTENTION = {  # in all layers
         "Gemma 4 (12B)",
         **GEMMA_4,
         defaults=GEMMA_4_DEFAULTS | {"max_position_embeddings": 262144, "sliding_window": 1024},
+    ),
+    "GemmaForCausalLM": Architecture(
+        "Gemma 1 (2B, 7B)",
+        **GEMMA,
+        requires={
+            # To transformers "gelu" is its formula with tanh here.
+            "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+            "hidden_activation": (None, "gelu_pytorch_tanh"),
+            "use_bidirectional_attention": (None, False),
+        },
+        defaults=GEMMA_DEFAULTS
+        | {
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+        },
     ),
     "Glm4ForCausalLM": Architecture(
         "GLM 4 (9B, 32B of April 2025)",
@@ -504,6 +525,12 @@ _ALL_ATTENTION = {  # in all layers
             "num_key_value_heads": 4,
             "use_sliding_window": False,
         },
+    ),
+    "VaultGemmaForCausalLM": Architecture(
+        "VaultGemma (1B)",
+        **GEMMA_2,
+        norms=NormNames(before_mlp="pre_feedforward_layernorm"),
+        defaults=GEMMA_2_DEFAULTS,
     ),
 }
 ARCHITECTURES = dict(sorted((_ALL_ATTENTION | HYBRIDS).items()))

@@ -45,6 +45,37 @@ ERNIE_DEFAULTS: dict[str, Any] = {
     "rope_theta": 5e5,
     "tie_word_embeddings": True,
 }
+# Gemma 1 and 2, and VaultGemma; Gemma 3 has most of it.
+GEMMA: dict[str, Any] = {
+    "norm_offset": 1.0,
+    "activation": "gelu_pytorch_tanh",
+    "scales_embeddings": True,
+}
+# With windows in alternate layers and softcaps.
+GEMMA_2: dict[str, Any] = GEMMA | {
+    "windows": "pattern",
+    "reads": ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
+    "requires": {
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "use_bidirectional_attention": (None, False),
+    },
+}
+GEMMA_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 256000,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+GEMMA_2_DEFAULTS: dict[str, Any] = GEMMA_DEFAULTS | {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
 GEMMA_NORMS = NormNames(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",

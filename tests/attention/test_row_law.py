@@ -40,6 +40,7 @@ def attended(
     batch: Batch,
     window: int | None,
     sinks: Tensor | None,
+    softcap: float | None,
 ) -> State:
     """The softmax state after all keys, and the attention."""
     tokens, heads, head_dim = batch.q.shape
@@ -57,6 +58,7 @@ def attended(
         out=out,
         window=window,
         sinks=sinks,
+        softcap=softcap,
     )
     return state.row_max, state.row_sum, state.acc, out.float()
 
@@ -73,8 +75,9 @@ def assert_pieces_move_no_bit(
     rng: random.Random,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
-    what = window, sinks
+    what = window, sinks, softcap
     want = bits(attended(kernels, batch, *what))
     for piece, rows in in_pieces(batch, sizes, rng):
         torch.set_num_threads(rng.choice([1, 2, 3]))
@@ -105,7 +108,8 @@ def test_the_rows_of_a_call_move_no_bit(build_folder: Path, built_as: str, seed:
     )
     window = rng.choice((None, None, 1, 20, 100, 300))
     sinks = rng.choice((None, batch.q[0, :, 0].float() * 3))
-    assert_pieces_move_no_bit(kernels, batch, PIECES, rng, window, sinks)
+    softcap = rng.choice((None, 0.7, 50.0))
+    assert_pieces_move_no_bit(kernels, batch, PIECES, rng, window, sinks, softcap)
 
 
 # Emulated instructions are those of bfloat16: float32 is computed as in the native build.
@@ -127,6 +131,7 @@ def test_pieces_of_one_size_move_no_bit(
     kernels = CpuKernels.load(build_folder, BUILT_AS[built_as])
     batch = make_batch([70, 21], [590, 277], dtype=dtype, block_size=300)
     assert_pieces_move_no_bit(kernels, batch, [size], random.Random(0))
+    assert_pieces_move_no_bit(kernels, batch, [size], random.Random(0), softcap=1.5)
 
 
 @pytest.mark.parametrize("built_as", BUILT_AS)

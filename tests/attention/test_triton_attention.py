@@ -80,10 +80,14 @@ TENSORS = ("k", "v", "seq_index", "first_block", "num_blocks", "block_table")
 
 
 def attend(
-    batch: Batch, chunks: list[KVChunk], window: int | None = None, sinks: Tensor | None = None
+    batch: Batch,
+    chunks: list[KVChunk],
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     head_dim = batch.q.shape[-1]
-    config = AttentionConfig(head_dim, windows=(window,))
+    config = AttentionConfig(head_dim, windows=(window,), softcap=softcap)
     backend = TritonAttention(config, batch.q.dtype, DEVICE)
     sinks = None if sinks is None else sinks.to(DEVICE)
     return backend.run(0, batch.q.to(DEVICE), context(batch, chunks), sinks).cpu()
@@ -153,9 +157,10 @@ def test_the_rows_of_a_call_move_no_bit(
     monkeypatch.setattr(triton_attention, "PARTITION", 128)
     batch = make_batch((26, 2, 20), (160, 300, 140), dtype=torch.float32, **shape)
     sinks = torch.randn(batch.q.shape[1]) * 3 if window else None
-    want, sizes = attend(batch, whole(batch), window, sinks), set()
+    what = window, sinks, 1.5 if window else None
+    want, sizes = attend(batch, whole(batch), *what), set()
     for piece, rows in in_pieces(batch, (1, 2, 5, 18), random.Random(1)):
-        got = attend(piece, split(piece, len(rows)), window, sinks)
+        got = attend(piece, split(piece, len(rows)), *what)
         assert torch.equal(got, want[rows]), f"pieces of {piece.q_lens} rows"
         sizes.update(piece.q_lens)
     assert {1, 2, 5, 18} <= sizes

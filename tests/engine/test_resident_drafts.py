@@ -78,7 +78,9 @@ def test_a_window_is_among_what_is_read() -> None:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.breadth)])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", pytest.param("gemma3", marks=pytest.mark.breadth)]
+)
 def test_tokens_are_those_without_drafts(tiny: Callable[[str], Path], name: str) -> None:
     """Two at once, twice: nothing of what was drafted wrong is found by the second run. Freed KV is
     NaN.

@@ -27,7 +27,7 @@ from nanoengine.sequence import ScheduledBatch
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before")]
 
-MODELS = ("llama", "qwen3", "mistral-window", "qwen3-window", "gemma3", "gemma3-softcap")
+MODELS = ("llama", "qwen3", "mistral-window", "qwen3-window", "gemma2", "gemma3", "gemma3-softcap")
 MODELS += ("qwen3-moe", "gpt-oss", "qwen3.5", "qwen3.5-moe", "gemma4", "gemma4-shared")
 MODELS += ("apertus", "cohere2", "glm4-moe-lite", "kimi-linear", "lfm2", "nemotron-h-moe")
 SYMBOLS = [5, 16, 27]  # few, so that a random model's text repeats itself and guesses come true

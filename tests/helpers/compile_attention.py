@@ -25,7 +25,9 @@ CPU = torch.device("cpu")
 
 
 def attention(shape: tuple[torch.dtype, int, int, int]) -> Callable[[], None]:
-    """A decode; one that checks guesses, with mass; a prompt; one with a window."""
+    """A decode; one that checks guesses, with mass and a softcap; a prompt; one with a window and a
+    softcap.
+    """
     dtype, kv_heads, group, head_dim = shape
     how = {"dtype": dtype, "kv_heads": kv_heads, "group": group, "head_dim": head_dim}
 
@@ -38,9 +40,9 @@ def attention(shape: tuple[torch.dtype, int, int, int]) -> Callable[[], None]:
     def calls() -> None:
         plain = AttentionConfig(head_dim)
         run(1, plain, False)
-        run(16, plain, True)
+        run(16, AttentionConfig(head_dim, softcap=50.0), True)
         run(300, plain, False)
-        run(300, AttentionConfig(head_dim, windows=(200,)), False)
+        run(300, AttentionConfig(head_dim, windows=(200,), softcap=50.0), False)
 
     return calls
 

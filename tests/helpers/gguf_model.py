@@ -49,7 +49,7 @@ UNMAPPED = {
 }
 INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3")
 INTERLEAVED += ("granitehybrid", *NEMOTRONS)
-WITH_NORM_OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
+WITH_NORM_OFFSET = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
     "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
@@ -62,6 +62,8 @@ ARCHITECTURES = {
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "Exaone4ForCausalLM": "exaone4",
     "FalconH1ForCausalLM": FALCON,
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4",
@@ -369,6 +371,7 @@ class GGUFModel:
                 "tokenizer.chat_template": "{{ messages[0]['content'] }}",
             }
             | (_of_cohere(config, arch) if "layer_norm_eps" in config else {})
+            | (_of_gemma2(config) if arch == "gemma2" else {})
             | (_of_gemma4(config) if arch == "gemma4" else {})
             | (_of_ernie(config) if arch == "ernie4_5-moe" else {})
             | (_of_granite(config, arch) if arch.startswith("granite") else {})
@@ -409,6 +412,15 @@ class GGUFModel:
             writer.add_array(key, value)
         elif value is not None:
             writer.add_string(key, value)
+
+
+def _of_gemma2(config: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's converter writes of caps and windows (Gemma2Model in its gemma.py)."""
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    return {
+        **{f"gemma2.{key}": float(config[key]) for key in caps},
+        "gemma2.attention.sliding_window": config["sliding_window"],
+    }
 
 
 def _of_gemma4(config: dict[str, Any]) -> dict[str, Any]:

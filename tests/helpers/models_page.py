@@ -54,6 +54,7 @@ FAMILIES = (
     Family("ERNIE", "Ernie4_5 Ernie4_5_Moe", "128K", "hermes"),
     Family("EXAONE", "Exaone4", "64K, 128K", "hermes"),
     Family("Falcon-H1", "FalconH1", "16K to 256K"),
+    Family("Gemma 1 and 2", "Gemma Gemma2 VaultGemma", "1K to 8K"),
     Family("Gemma 3", "Gemma3", "32K, 128K"),
     Family("Gemma 4", "Gemma4 Gemma4Unified", "128K, 256K", "gemma4"),
     Family("GLM", "Glm Glm4 Glm4Moe Glm4MoeLite", "32K to 200K", "glm45", "of GLM 4"),

@@ -37,15 +37,20 @@ class Batch:
     def query_start(self) -> Tensor:
         return int32([0, *torch.tensor(self.q_lens).cumsum(0).tolist()])
 
-    def reference(self, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+    def reference(
+        self,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Causal attention in float64 over the same inputs."""
-        each = zip(self.weights(window, sinks), self.values, strict=True)
+        each = zip(self.weights(window, sinks, softcap), self.values, strict=True)
         return torch.cat([torch.einsum("hqk,khd->qhd", p, self._of_heads(v)) for p, v in each])
 
-    def mass(self, sinks: Tensor | None = None) -> Tensor:
+    def mass(self, sinks: Tensor | None = None, softcap: float | None = None) -> Tensor:
         """The weights that each block gets, float64 [sequences, most blocks]."""
         total = torch.zeros(len(self.tables), max(map(len, self.tables)), dtype=torch.float64)
-        for row, weights in zip(total, self.weights(None, sinks), strict=True):
+        for row, weights in zip(total, self.weights(None, sinks, softcap), strict=True):
             for block, part in zip(row, weights.split(self.block_size, -1), strict=False):
                 block += part.sum()
         return total
@@ -53,12 +58,19 @@ class Batch:
     def _of_heads(self, x: Tensor) -> Tensor:
         return x.double().repeat_interleave(self.q.shape[1] // x.shape[1], 1)
 
-    def weights(self, window: int | None = None, sinks: Tensor | None = None) -> Iterator[Tensor]:
+    def weights(
+        self,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Iterator[Tensor]:
         """Of each sequence, what each query gives to each key: float64 [heads, queries, keys]."""
         sink = torch.full((self.q.shape[1],), -torch.inf) if sinks is None else sinks
         for q, keys in zip(self.q.split(self.q_lens), self.keys, strict=True):
             k = self._of_heads(keys)
             scores = torch.einsum("qhd,khd->hqk", q.double(), k) * self.scale
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
             limit = torch.arange(len(k) - len(q), len(k))[:, None]
             scores.masked_fill_(torch.arange(len(k)) > limit, -torch.inf)
             if window is not None:

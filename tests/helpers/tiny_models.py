@@ -557,6 +557,37 @@ TINY: dict[str, TinyModel] = {
         saved_as={"save_original_format": False},  # else it divides the convolutions evenly
     ),
     # The middle layer sees everything, and turns by another theta than those with a window.
+    "gemma": TinyModel(
+        "gemma", {"hidden_size": 48, "head_dim": 32, "num_key_value_heads": 1}, seed=108
+    ),
+    # Caps that most scores and logits reach.
+    "gemma2": TinyModel(
+        "gemma2",
+        {
+            "hidden_size": 48,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 13,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+        },
+        seed=109,
+    ),
+    "vaultgemma": TinyModel(
+        "vaultgemma",
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+        },
+        seed=110,
+    ),
     "gemma3": TinyModel(
         "gemma3_text",
         {

@@ -73,6 +73,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [
         *((name, "bfloat16") for name in ("llama", "qwen3", "smollm3", "mistral-window")),
         ("qwen3-window", "bfloat16"),
+        ("gemma2", "bfloat16"),
         ("gemma3", "float32"),
         ("gemma3", "bfloat16"),
         ("qwen3.5", "bfloat16"),

@@ -99,8 +99,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "prefill": ("whole", "chunked"),
     "prefix_cache": (True, False),
     "batch": ("one", "many", "many, preempted"),
-    # Layers, heads and windows are all that tiers know of a model.
-    "name": ("llama", "qwen3-window", "gemma3", "gemma4-shared"),
+    # Layers, heads, windows and caps are all that tiers know of a model.
+    "name": ("llama", "qwen3-window", "gemma2", "gemma3", "gemma4-shared"),
 }
 BREADTH = AXES | {"name": ("qwen3", "mistral-window")}
 Case = tuple[Any, ...]

@@ -273,17 +273,21 @@ def test_the_bundled_model_equals_transformers_reading(real: Path) -> None:
     assert [n for n, values in converted.items() if not torch.equal(values, expected[n])] == []
 
 
-def test_gemma3_equals_transformers_reading(
-    tiny: Callable[[str], Path], tmp_path: Path, out: Path
+@pytest.mark.parametrize(("name", "model_type"), [("gemma2", "gemma2"), ("gemma3", "gemma3_text")])
+def test_gemma_equals_transformers_reading(
+    tiny: Callable[[str], Path], tmp_path: Path, out: Path, name: str, model_type: str
 ) -> None:
     """Norms are stored with 1 added, by llama.cpp's converter and so for transformers' reader."""
-    path = with_scaling(GGUFModel(tiny("gemma3")), "gemma3").write(tmp_path / "m.gguf")
+    model = GGUFModel(tiny(name))
+    if name in SCALINGS:
+        with_scaling(model, name)
+    path = model.write(tmp_path / "m.gguf")
     convert_gguf(path, out)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out))
-    read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+        meta = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out))
+    read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=meta)
     converted = state(out)
-    assert read["config"]["model_type"] == "gemma3_text"
+    assert read["config"]["model_type"] == model_type
     assert converted.keys() == read["tensors"].keys()
     for name, values in read["tensors"].items():
         assert torch.equal(converted[name], values.to(torch.bfloat16)), name

@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
 from nanoengine.loading.checkpoint import CheckpointReader
-from nanoengine.loading.gguf.convert import convert_gguf
+from nanoengine.loading.gguf.convert import convert_gguf, read_gguf_config
 from nanoengine.models.stored_codes import CodedWeight, numbers_of
 
 Tiny = Callable[[str], Path]
@@ -42,7 +42,7 @@ NAMES += ("ernie", "ernie-moe", "exaone4", "exaone4-full", "glm4", "granite", "g
 NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "lfm2", "lfm2-moe")
 NAMES += ("kimi-linear", "ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
 NAMES += ("cohere", "cohere2", "dots1", "falcon-h1", "granite-moe-shared", "minimax-m2")
-NAMES += ("olmo2", "olmo3")
+NAMES += ("gemma", "gemma2", "olmo2", "olmo3")
 BY_DEFAULT = (
     *NAMES[:2],
     "apertus",
@@ -63,6 +63,8 @@ BY_DEFAULT = (
     "lfm2-moe",
     "nemotron-h",
     "qwen3.5-moe",
+    "gemma",
+    "gemma2",
     "gemma4-shared",
     "olmo3",
 )
@@ -257,6 +259,25 @@ def test_what_cannot_be_is_refused(
     with pytest.raises(ModelLoadError, match=match) as caught:
         converted(model, tmp_path / "out")
     assert isinstance(caught.value, CorruptModelError | UnsupportedModelError)
+
+
+def test_what_llama_cpp_knows_of_gemma_2_by_itself(tiny: Tiny, tmp_path: Path) -> None:
+    """In older files neither caps nor a window; and the scale of scores of the model of 27B, which
+    is known by its 46 layers (load_arch_hparams in its src/models/gemma2.cpp).
+    """
+    model = GGUFModel(tiny("gemma2"))
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window"):
+        del model.settings[f"gemma2.{key}"]
+    config = read_gguf_config(model.write(tmp_path / "old.gguf"))
+    assert (config["attn_logit_softcapping"], config["final_logit_softcapping"]) == (50.0, 30.0)
+    assert config["sliding_window"] == 4096
+    assert config["query_pre_attn_scalar"] == 32  # of a head
+    model.settings["gemma2.block_count"] = 46
+    norm = model.tensors["blk.0.attn_norm.weight"]
+    model.tensors |= {f"blk.{i}.attn_norm.weight": norm for i in range(3, 46)}
+    config = read_gguf_config(model.write(tmp_path / "27b.gguf"))
+    assert config["query_pre_attn_scalar"] == 48 // 4
+    assert config["layer_types"] == ["sliding_attention", "full_attention"] * 23
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ KINDS = {
     ),
     "an encoder with a decoder": "T5ForConditionalGeneration WhisperForConditionalGeneration",
     "generates no text": "BertModel bert RobertaForMaskedLM Qwen3ForSequenceClassification",
-    "another Gemma": "GemmaForCausalLM Gemma2ForCausalLM gemma2 gemma3n",
+    "another Gemma": "Gemma3nForCausalLM gemma3n",
     "Phi-1 or Phi-2": "PhiForCausalLM phi2",
     "is not supported; run it": "GPT2LMHeadModel OlmoForCausalLM StableLmForCausalLM",
 }

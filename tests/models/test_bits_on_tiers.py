@@ -14,8 +14,8 @@ from marks import needs_compiler
 from replays import watch_replays
 from tiers import LAYOUTS, run
 
-DENSE = ("apertus", "arcee", "exaone4", "ernie", "gemma3", "gemma3-softcap", "glm4", "granite")
-DENSE += ("cohere2", "falcon-h1", "hunyuan", "lfm2", "ministral3")
+DENSE = ("apertus", "arcee", "exaone4", "ernie", "gemma2", "gemma3", "gemma3-softcap", "glm4")
+DENSE += ("cohere2", "falcon-h1", "granite", "hunyuan", "lfm2", "ministral3")
 HYBRIDS = ("bamba", "lfm3", "olmo-hybrid", "nemotron-h-latent")
 EXPERTS = (
     "dots1",

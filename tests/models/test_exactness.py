@@ -68,7 +68,17 @@ def test_the_reference_is_the_same_with_any_guess(tiny: Callable[[str], Path]) -
     "name",
     [
         *("apertus", "cohere2", "falcon-h1", "falcon-h1-norm"),
-        *("gemma3", "gemma3-softcap", "gpt-oss", "granite", "ministral3", "olmo2"),
+        *(
+            "gemma",
+            "gemma2",
+            "vaultgemma",
+            "gemma3",
+            "gemma3-softcap",
+            "gpt-oss",
+            "granite",
+            "ministral3",
+            "olmo2",
+        ),
         *(
             "granite-hybrid",
             "kimi-linear",

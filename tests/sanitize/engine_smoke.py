@@ -36,7 +36,7 @@ def some_prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "kimi-linear"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "kimi-linear"])
 def test_every_tier_gives_the_same_ids(
     tiny: Callable[[str], Path],
     threads_as_before: None,

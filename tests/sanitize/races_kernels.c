@@ -57,7 +57,7 @@ static state_t attend_on(const batch_t *b, int threads) {
         .tokens = tokens, .heads = heads, .kv_heads = b->kv_heads, .head_dim = b->head_dim,
         .block_size = b->block_size, .is_bf16 = b->is_bf16, .is_first = 1, .threads = threads,
         .has_tiles = allow_tiles() == 0, .window = b->window ? b->window : INT32_MAX,
-        .scale = 1 / sqrt(b->head_dim), .mass = b->window ? NULL : s.mass,
+        .scale = 1 / sqrt(b->head_dim), .softcap = b->window ? 1.5 : 0, .mass = b->window ? NULL : s.mass,
         .kept = kept, .sequences = b->seqs, .blocks = width, .mass_stride = width,
     };
     if (attend(&args)) abort();

@@ -59,7 +59,7 @@ MIXTURES = ("qwen3.5-moe", "deepseek-v3", "gpt-oss", "gemma4-moe", "olmoe", "nem
 MIXTURES += ("nemotron-h-latent",)
 MIXTURES += ("dots1", "granite-moe-shared", "kimi-linear", "minimax-m2")
 OTHERS = ("qwen3.5", "qwen3-next-moe", "gemma4", "gemma4-shared", "olmo3", "nemotron-h")
-OTHERS += ("apertus", "arcee", "cohere", "cohere2", "lfm2-moe")
+OTHERS += ("apertus", "arcee", "cohere", "cohere2", "gemma2", "lfm2-moe")
 HEADS_OF_THREE = {"num_attention_heads": 6, "num_key_value_heads": 3}
 WAYS: dict[str, dict[str, Any]] = {
     "resident": {"num_gpu_blocks": 64},

@@ -14,6 +14,7 @@ from nanoengine.loading.layer_kinds import FULL, RECURRENT, SLIDING
 COHERE_INTERVAL = 4
 EXAONE_INTERVAL = OLMO_INTERVAL = 4
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
+GEMMA_2_INTERVAL, GEMMA_2_27B_LAYERS, GEMMA_2_WINDOW = 2, 46, 4096
 # Settings that change the arithmetic, and Hugging Face's keys for them, which Granite alone has.
 GRANITE_KEYS = {
     "attention.scale": "attention_multiplier",
@@ -106,6 +107,23 @@ def gemma3_settings(metadata: Metadata, width_per_head: int, head_dim: int) -> d
         "rope_local_base_freq": metadata.real("rope.freq_base_swa", GEMMA_LOCAL_THETA),
         "query_pre_attn_scalar": width_per_head if num_layers == GEMMA_27B_LAYERS else head_dim,
         "final_logit_softcapping": metadata.real("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def gemma2_settings(metadata: Metadata, width_per_head: int, head_dim: int) -> dict[str, Any]:
+    """The windows, the softcaps and the scale of scores, as llama.cpp knows them.
+
+    width_per_head: as of gemma3_settings.
+    """
+    num_layers = metadata.number("block_count")
+    has_window = metadata.have_windows(num_layers, GEMMA_2_INTERVAL)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": [SLIDING if has else FULL for has in has_window],
+        "sliding_window": metadata.number("attention.sliding_window", GEMMA_2_WINDOW),
+        "query_pre_attn_scalar": width_per_head if num_layers == GEMMA_2_27B_LAYERS else head_dim,
+        "attn_logit_softcapping": metadata.real("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.real("final_logit_softcapping", 30.0) or None,
     }
 
 

@@ -106,6 +106,7 @@ _NAMES = {
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
     "exaone4": _NORMS_AFTER_NAMES,
     "falcon-h1": _LAYER_NAMES | {"ffn_norm": "pre_ff_layernorm"},
+    "gemma2": _GEMMA_NAMES,
     "gemma3": _GEMMA_NAMES,
     "gemma4": _GEMMA_4_NAMES,
     "glm4": _GLM4_NAMES,

@@ -21,6 +21,7 @@ from nanoengine.loading.gguf.families import (
     GRANITE_KEYS,
     cohere_settings,
     exaone_settings,
+    gemma2_settings,
     gemma3_settings,
     granite_settings,
     kimi_settings,
@@ -48,6 +49,8 @@ ARCHITECTURES = {
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "falcon-h1": "FalconH1ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
@@ -91,6 +94,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "command-r": {"model_type": "cohere"},
     "deepseek2": {"model_type": "deepseek_v2"},
     "ernie4_5-moe": {"model_type": "ernie4_5_moe"},
+    "gemma": {"hidden_act": "gelu_pytorch_tanh"},
     "glm4moe": {"model_type": "glm4_moe"},
     "gpt-oss": {"model_type": "gpt_oss"},
     "hunyuan-dense": {"model_type": "hunyuan_v1_dense"},
@@ -113,7 +117,9 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
 }
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 MAY_TURN_A_PART = ("glm4", "glm4moe", "minimax-m2", "phi3", *HYBRIDS)
-WITH_WINDOWS = ("cohere2", "exaone4", "gemma3", "gemma4", "gpt-oss", "llama", "olmo2", "phi3")
+WITH_WINDOWS = (
+    *("cohere2", "exaone4", "gemma2", "gemma3", "gemma4", "gpt-oss", "llama", "olmo2", "phi3"),
+)
 GRANITES = ("granite", "granitehybrid", "granitemoe")
 COHERES = ("cohere2", "command-r")
 # Of generation_config.json: its key in a GGUF.
@@ -185,6 +191,8 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
     biased = "q" if metadata.architecture == "glm4" else "output"
     if metadata.architecture in MAY_TURN_A_PART:
         settings["partial_rotary_factor"] = turned_part(turned, head_dim)
+    if metadata.architecture == "gemma2":
+        settings |= gemma2_settings(metadata, hidden_size // num_heads, head_dim)
     if metadata.architecture == "gemma3":
         settings |= gemma3_settings(metadata, hidden_size // num_heads, head_dim)
     if metadata.architecture in GRANITES:
@@ -271,7 +279,7 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         settings = kimi_settings(metadata, stored, num_layers)
     if metadata.count("expert_count"):
         return settings | experts_settings(metadata, stored, num_layers)
-    if metadata.window() and metadata.architecture not in ("cohere2", "gemma3"):
+    if metadata.window() and metadata.architecture not in ("cohere2", "gemma2", "gemma3"):
         return mistral_settings(metadata, stored)
     return settings
 
