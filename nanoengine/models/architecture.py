@@ -109,6 +109,7 @@ class Architecture:
     latent: keys and values come from one vector of each token, see LatentConfig.
     experts: of some layers or all; None: none.
     quantizations: values of `quant_method` whose weights are read.
+    keys: names of config.json for what others call otherwise, with the usual names.
     reads: the keys of config.json that this architecture reads and others do not.
     requires: keys of config.json, each with the values that are supported.
     defaults: transformers' values for missing keys of config.json, where they differ from Llama's.
@@ -146,6 +147,7 @@ class Architecture:
     latent: bool = False
     experts: ExpertNames | None = None
     quantizations: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     requires: Mapping[str, tuple[Any, ...]] = field(
         default_factory=lambda: {"hidden_act": (None, "silu", "swish")}

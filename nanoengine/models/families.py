@@ -14,6 +14,7 @@ COHERE: dict[str, Any] = {
     "layer_norm": True,
     "is_parallel": True,
     "pairs_take_turns": True,
+    "keys": {"layer_norm_eps": "rms_norm_eps"},
     "reads": ("logit_scale",),
     "requires": {
         "hidden_act": (None, "silu", "swish"),

@@ -150,7 +150,7 @@ class LayerBuilder:
         return LayerParts(
             qkv=normed(self._ops.linear(projection.weight, projection.bias, fused)),
             attention=attention,
-            out=self._then_normed(out, self._norm_if(layer, names.after_attention)),
+            out=self._then_normed(out, self._norm_after(layer, names.after_attention)),
             mlp=None if index in config.bare_layers else self._mlp(index, layer, before),
             end=self._end(layer),
             is_parallel=self._architecture.is_parallel,
@@ -267,7 +267,8 @@ class LayerBuilder:
 
     def _mlp(self, index: int, layer: str, before_attention: Norm | None) -> Product:
         names, prefix = self._architecture.norms, layer + "mlp."
-        norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
+        norm = self._norm_if(layer, names.before_mlp)
+        norm_after = self._norm_after(layer, names.after_mlp)
         if self._architecture.is_parallel:
             norm = before_attention
         gate = self._config.multipliers.gate
@@ -371,6 +372,11 @@ class LayerBuilder:
 
     def _norm_if(self, prefix: str, name: str) -> Norm | None:
         return self._norm(prefix + name) if name else None
+
+    def _norm_after(self, prefix: str, name: str) -> Norm | None:
+        """Of what is added to the residual stream, which is not divided as the stream is."""
+        norm = self._norm_if(prefix, name)
+        return None if norm is None else replace(norm, eps=self._config.rms_norm_eps)
 
     def _norm(self, name: str) -> Norm:
         weight, offset = self._numbers(f"{name}.weight"), self._architecture.norm_offset

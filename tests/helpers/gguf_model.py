@@ -56,17 +56,18 @@ ARCHITECTURES = {
     "Cohere2ForCausalLM": "cohere2",
     "CohereForCausalLM": "command-r",
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "deepseek2"),
-    "Glm4MoeLiteForCausalLM": "deepseek2",
+    **dict.fromkeys(("Glm4MoeLiteForCausalLM", "YoutuForCausalLM"), "deepseek2"),
     "Dots1ForCausalLM": "dots1",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "Exaone4ForCausalLM": "exaone4",
+    "ExaoneMoeForCausalLM": "exaone-moe",
     "FalconH1ForCausalLM": FALCON,
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4",
     "Glm4ForCausalLM": "glm4",
-    "Glm4MoeForCausalLM": "glm4moe",
+    **dict.fromkeys(("Glm4MoeForCausalLM", "SolarOpenForCausalLM"), "glm4moe"),
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
@@ -99,6 +100,7 @@ ARCHITECTURES = {
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 2.0}
 SCALINGS: dict[str, dict[str, Any]] = {
     "arcee": YARN,
+    "exaone-moe": {"type": "none"},
     "exaone4": {},
     "gemma3": {},
     "gpt-oss": YARN,
@@ -111,7 +113,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "qwen2": YARN,
     "smollm3": {},
 }
-WITH_WINDOWS = ("exaone4", "gemma3", "gpt-oss", "mistral-window", "mixtral", "olmo3")
+WITH_WINDOWS = ("exaone-moe", "exaone4", "gemma3", "gpt-oss", "mistral-window", "mixtral", "olmo3")
 
 
 class Names:
@@ -161,6 +163,8 @@ class GGUFModel:
             self.config |= usual_keys(self.config)
         if self.arch == "kimi-linear":
             self.config |= _usual_keys_of_kimi(self.config)
+        if self.arch == "exaone-moe":
+            self.config["n_shared_experts"] = self.config["num_shared_experts"]
         self.types: dict[str, QuantType] = {}
         self.alignment: int | None = None
         self.names = Names(self.arch, self.config["num_hidden_layers"] + 1)
@@ -621,7 +625,7 @@ def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
     rope = model.config["rope_parameters"]
     if model.config.get("sliding_window") and name in WITH_WINDOWS:
         model.settings[f"{model.arch}.attention.sliding_window"] = model.config["sliding_window"]
-    if name in ("exaone4", "olmo3"):
+    if name in ("exaone-moe", "exaone4", "olmo3"):
         kinds = [kind == "sliding_attention" for kind in model.config["layer_types"]]
         model.settings[f"{model.arch}.attention.sliding_window_pattern"] = kinds
     if "sliding_attention" in rope:

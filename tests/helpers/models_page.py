@@ -48,10 +48,11 @@ FAMILIES = (
     Family("Apertus", "Apertus", "64K", "apertus"),
     Family("Arcee", "Arcee", "64K"),
     Family("Command", "Cohere Cohere2", "8K to 256K", "cohere_command3", "of Command R and Aya"),
+    Family("CWM", "Cwm", "128K"),
     Family("DeepSeek", "DeepseekV2 DeepseekV3", "32K to 160K", "deepseek_v3 deepseek_v31"),
     Family("dots", "Dots1", "32K"),
     Family("ERNIE", "Ernie4_5 Ernie4_5_Moe", "128K", "hermes"),
-    Family("EXAONE", "Exaone4", "64K, 128K", "hermes"),
+    Family("EXAONE", "Exaone4 ExaoneMoe", "64K to 256K", "hermes"),
     Family("Falcon-H1", "FalconH1", "16K to 256K"),
     Family("Gemma 3", "Gemma3", "32K, 128K"),
     Family("Gemma 4", "Gemma4 Gemma4Unified", "128K, 256K", "gemma4"),
@@ -61,16 +62,19 @@ FAMILIES = (
         "Granite", "Granite GraniteMoe GraniteMoeShared GraniteMoeHybrid", "4K to 128K",
         "granite hermes",
     ),
+    Family("Helium", "Helium", "4K"),
     Family("Hunyuan", "HunYuanDenseV1 HunYuanMoEV1", "256K", "hunyuan_a13b"),
+    Family("HyperCLOVA X", "HyperCLOVAX", "32K"),
     Family("Kimi", "KimiLinear", "1M", "kimi_k2"),
     Family("LFM2", "Lfm2 Lfm2Moe", "32K", "lfm2"),
     Family("Llama", "Llama", "4K to 128K", "llama3_json"),
+    Family("Mellum", "Mellum", "128K"),
     Family("MiniMax", "MiniMaxM2", "192K", "minimax_m2"),
     Family(
-        "Mistral", "Mistral Mixtral Ministral3", "32K to 256K", "mistral",
+        "Mistral", "Mistral Mixtral Ministral Ministral3", "32K to 256K", "mistral",
     ),
     Family("Nemotron", "NemotronH", "8K to 256K", "nemotron_v2 qwen3_coder"),
-    Family("OLMo", "Olmo2 Olmo3 Olmoe", "4K, 64K", "olmo3"),
+    Family("OLMo", "Olmo2 Olmo3 Olmoe FlexOlmo", "4K, 64K", "olmo3"),
     Family("Phi", "Phi3", "4K to 128K", "phi4_mini_json"),
     Family("Qwen 1.5 to 3", "Qwen2 Qwen2Moe Qwen3 Qwen3Moe", "32K to 256K", "hermes qwen3_coder"),
     Family(
@@ -78,6 +82,8 @@ FAMILIES = (
     ),
     Family("Seed", "SeedOss", "512K", "seed_oss"),
     Family("SmolLM", "SmolLM3", "64K", "hermes"),
+    Family("Solar", "SolarOpen", "128K"),
+    Family("Youtu", "Youtu", "128K"),
 )  # fmt: skip
 
 
@@ -128,6 +134,8 @@ def _ggufs(family: Family) -> str:
     found = family.architectures
     names = {name for name, target in GGUF.items() if target in found}
     names |= {GGUF_OF[name] for name in found if name in GGUF_OF}
+    if not names:
+        return "-"
     unread = [row.models for name, row in found.items() if name not in GGUF_OF]
     return ", ".join(sorted(names)) + "".join(f"; none of {models}" for models in unread)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # First: it sets what the libraries read at import.
 from tiny_model import (
+    DENSE_LATENT,
     FALCON_H1,
     GRANITE,
     GRANITE_HYBRID,
@@ -67,6 +68,30 @@ TINY: dict[str, TinyModel] = {
         },
         seed=21,
     ),
+    # The last layer sees everything, and turns as the others do.
+    "ministral": TinyModel(
+        "ministral",
+        {
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        seed=120,
+    ),
+    "cwm": TinyModel(
+        "cwm",
+        {
+            "sliding_window": 13,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": LLAMA3_ROPE,
+        },
+        seed=121,
+    ),
+    # The numbers of a pair are neighbours.
+    "helium": TinyModel("helium", {"rms_norm_eps": 0.02}, seed=122),
+    # Norms on both sides of what is added, with a factor, and an eps that matters.
+    "hyperclovax": TinyModel("hyperclovax", {**GRANITE, "rms_norm_eps": 0.02}, seed=123),
+    # Latent attention, and feed-forwards alone.
+    "youtu": TinyModel("youtu", DENSE_LATENT, seed=124),
     "seed-oss": TinyModel("seed_oss", {"hidden_size": 48, "head_dim": 32}, seed=22),
     "mistral": TinyModel("mistral", {"sliding_window": None}, seed=7),
     # A dense layer between two with experts, whose size is no multiple of a vector.
@@ -149,6 +174,55 @@ TINY: dict[str, TinyModel] = {
             "routed_scaling_factor": 1.7,
         },
         seed=107,
+    ),
+    # Each kind of layer turns by a theta of its own.
+    "mellum": TinyModel(
+        "mellum",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        seed=125,
+    ),
+    # A dense layer first; the last one does not turn.
+    "exaone-moe": TinyModel(
+        "exaone_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "n_group": 3,
+            "topk_group": 2,
+            "sliding_window": 13,
+            "sliding_window_pattern": 3,
+        },
+        seed=126,
+    ),
+    "solar-open": TinyModel(
+        "solar_open",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+        },
+        seed=127,
+    ),
+    # Norms behind attention and experts alone, and over all heads of q and of k.
+    "flex-olmo": TinyModel(
+        "flex_olmo",
+        {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32},
+        seed=128,
     ),
     "olmoe": TinyModel(
         "olmoe",

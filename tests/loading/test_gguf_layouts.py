@@ -42,7 +42,7 @@ NAMES += ("ernie", "ernie-moe", "exaone4", "exaone4-full", "glm4", "granite", "g
 NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "lfm2", "lfm2-moe")
 NAMES += ("kimi-linear", "ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
 NAMES += ("cohere", "cohere2", "dots1", "falcon-h1", "granite-moe-shared", "minimax-m2")
-NAMES += ("olmo2", "olmo3")
+NAMES += ("olmo2", "olmo3", "exaone-moe", "solar-open", "youtu")
 BY_DEFAULT = (
     *NAMES[:2],
     "apertus",
@@ -65,6 +65,7 @@ BY_DEFAULT = (
     "qwen3.5-moe",
     "gemma4-shared",
     "olmo3",
+    "youtu",
 )
 PROMPTS = [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
 quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
@@ -72,7 +73,7 @@ quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
 
 def model_of(folder: Path, name: str) -> GGUFModel:
     model = GGUFModel(folder)
-    if name in ("deepseek-v3", "kimi-linear"):
+    if name in ("deepseek-v3", "kimi-linear", "youtu"):
         keys_and_values_apart(model)
     return with_scaling(model, name) if name in SCALINGS else model
 

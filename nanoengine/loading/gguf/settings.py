@@ -42,16 +42,17 @@ ARCHITECTURES = {
     "arcee": "ArceeForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "command-r": "CohereForCausalLM",
-    "deepseek2": "DeepseekV2ForCausalLM",  # DeepSeek-V3 and GLM 4.7 Flash, too
+    "deepseek2": "DeepseekV2ForCausalLM",  # DeepSeek-V3, GLM 4.7 Flash and Youtu-LLM, too
     "dots1": "Dots1ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
+    "exaone-moe": "ExaoneMoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "falcon-h1": "FalconH1ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
-    "glm4moe": "Glm4MoeForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",  # Solar Open, too
     "gpt-oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitehybrid": "GraniteMoeHybridForCausalLM",
@@ -91,6 +92,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "command-r": {"model_type": "cohere"},
     "deepseek2": {"model_type": "deepseek_v2"},
     "ernie4_5-moe": {"model_type": "ernie4_5_moe"},
+    "exaone-moe": {"model_type": "exaone_moe"},
     "glm4moe": {"model_type": "glm4_moe"},
     "gpt-oss": {"model_type": "gpt_oss"},
     "hunyuan-dense": {"model_type": "hunyuan_v1_dense"},
@@ -111,9 +113,10 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "seed_oss": {"model_type": "seed_oss", "attention_bias": True},
     "smollm3": {"no_rope_layer_interval": 4},
 }
+EXAONES = ("exaone-moe", "exaone4")
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 MAY_TURN_A_PART = ("glm4", "glm4moe", "minimax-m2", "phi3", *HYBRIDS)
-WITH_WINDOWS = ("cohere2", "exaone4", "gemma3", "gemma4", "gpt-oss", "llama", "olmo2", "phi3")
+WITH_WINDOWS = ("cohere2", *EXAONES, "gemma3", "gemma4", "gpt-oss", "llama", "olmo2", "phi3")
 GRANITES = ("granite", "granitehybrid", "granitemoe")
 COHERES = ("cohere2", "command-r")
 
@@ -241,8 +244,6 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         return phi3_settings(metadata)
     if metadata.architecture in ("gemma4", *HYBRIDS_OF_MAMBA):
         return {}
-    if metadata.architecture == "exaone4":
-        return exaone_settings(metadata, num_layers)
     if metadata.architecture == "olmo2":
         return olmo_settings(metadata, num_layers)
     if metadata.architecture in LFM2:
@@ -252,9 +253,13 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         settings = recurrent_settings(metadata, stored, num_layers)
     if metadata.architecture == "kimi-linear":
         settings = kimi_settings(metadata, stored, num_layers)
+    if metadata.architecture in EXAONES:
+        settings = exaone_settings(metadata, num_layers)
+    if metadata.architecture == "deepseek2" and not metadata.count("expert_count"):
+        return {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"}
     if metadata.count("expert_count"):
         return settings | experts_settings(metadata, stored, num_layers)
-    if metadata.window() and metadata.architecture not in ("cohere2", "gemma3"):
+    if metadata.window() and metadata.architecture not in ("cohere2", "exaone4", "gemma3"):
         return mistral_settings(metadata, stored)
     return settings
 
