@@ -137,7 +137,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
 def _complete(content: CheckedJson, architecture: Architecture) -> None:
     """Fill in what is missing, by its usual name. Raises as `_refuse_settings`."""
     content.fill(architecture.defaults)
-    for own, usual in architecture.keys.items():
+    for usual, own in architecture.keys.items():
         if content.get(own) is not None:
             content.values[usual] = content.values[own]
     content.values["quantization_config"] = quantization_of(content.path.parent, content.values)

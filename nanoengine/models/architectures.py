@@ -16,6 +16,7 @@ from nanoengine.models.families import (
     HUNYUAN,
     LATENT_DEFAULTS,
     LATENT_REQUIRES,
+    LAYER_NORM,
     NORMS_AFTER,
     OLMO,
 )
@@ -173,7 +174,7 @@ _DENSE = {  # with attention in all layers
     "HyperCLOVAXForCausalLM": Architecture(
         "HyperCLOVA X SEED Think (14B)",
         norms=NormNames(after_attention="post_norm1", after_mlp="post_norm2"),
-        keys={"logits_scaling": "logit_scale"},  # they are multiplied by it
+        keys={"logit_scale": "logits_scaling"},  # they are multiplied by it
         reads=(
             "attention_multiplier",
             "embedding_multiplier",
@@ -186,6 +187,20 @@ _DENSE = {  # with attention in all layers
             "modeling_hyperclovax.HyperCLOVAXModel",
             "modeling_hyperclovax.HyperCLOVAXForCausalLM",
         ),
+    ),
+    "Jais2ForCausalLM": Architecture(
+        "Jais 2 (8B, 70B)",
+        **LAYER_NORM,
+        activation="relu2",
+        is_gated=False,
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        requires={"hidden_act": (None, "relu2")},
+        defaults={
+            "attention_bias": True,
+            "max_position_embeddings": 8192,
+            "mlp_bias": True,
+            "rms_norm_eps": 1e-5,
+        },
     ),
     "LlamaForCausalLM": Architecture(
         "Llama 2 to 3.3 and models of its shape, as SmolLM2 and TinyLlama"
@@ -221,6 +236,21 @@ _DENSE = {  # with attention in all layers
         "Mistral 7B, Nemo and Small (24B)",
         windows="every layer",
         defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+    ),
+    "NemotronForCausalLM": Architecture(
+        "Nemotron and Minitron (dense, 4B to 340B)",
+        **LAYER_NORM,
+        norm_offset=1.0,
+        activation="relu2",
+        is_gated=False,
+        keys={"rms_norm_eps": "norm_eps"},
+        reads=("partial_rotary_factor",),
+        requires={"hidden_act": (None, "relu2")},
+        defaults={
+            "max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+        },
     ),
     "Olmo2ForCausalLM": Architecture(
         "OLMo 2 (1B to 32B)",
@@ -283,6 +313,48 @@ _DENSE = {  # with attention in all layers
             "rope_theta": 2e6,
             "num_key_value_heads": 4,
             "use_sliding_window": False,
+        },
+    ),
+    "StableLmForCausalLM": Architecture(
+        "StableLM (3B, 2 of 1.6B)",
+        **LAYER_NORM,
+        out_bias=False,
+        keys={"attention_bias": "use_qkv_bias", "rms_norm_eps": "layer_norm_eps"},
+        reads=("partial_rotary_factor",),
+        requires={
+            "hidden_act": (None, "silu"),
+            # As in StableLM 2 12B.
+            "qk_layernorm": (None, False),
+            "use_parallel_residual": (None, False),
+        },
+        defaults={
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 32,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "Starcoder2ForCausalLM": Architecture(
+        "StarCoder 2 (3B to 15B)",
+        **LAYER_NORM,
+        activation="gelu_pytorch_tanh",
+        is_gated=False,
+        windows="every layer",
+        keys={
+            "attention_bias": "use_bias",
+            "mlp_bias": "use_bias",
+            "rms_norm_eps": "norm_epsilon",
+        },
+        names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+        requires={"hidden_act": (None, "gelu_pytorch_tanh")},
+        defaults={
+            "attention_bias": True,
+            "max_position_embeddings": 4096,
+            "mlp_bias": True,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
         },
     ),
     "YoutuForCausalLM": Architecture(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.config.model import ExpertsConfig, ModelConfig, RopeConfig
-from nanoengine.models.activations import XIELU_SHAPES, Xielu, relu2
+from nanoengine.models.activations import XIELU_SHAPES, Xielu, gelu, relu2
 from nanoengine.models.architecture import CHOICE_BIAS, MTP_JOIN, MTP_NORMS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.expert_layer import make_mixture
@@ -340,8 +340,11 @@ class LayerBuilder:
     def _up(self, prefix: str, norm: Norm | None) -> Product:
         """Of a feed-forward without a gate."""
         weights, biases = self._weights(prefix, ("up",), self._config.mlp_bias)
-        up = self._ops.linear(weights[0], biases[0] if biases else None, norm)
+        fused, normed = self._fused(norm)
+        up = normed(self._ops.linear(weights[0], biases[0] if biases else None, fused))
         activation: Map = relu2
+        if self._architecture.activation == "gelu_pytorch_tanh":
+            activation = gelu
         if self._architecture.activation == "xielu":
             activation = Xielu.of(*(self._numbers(prefix + name) for name in XIELU_SHAPES))
         return lambda x: self._ops.activated(up(x), activation)
@@ -379,10 +382,14 @@ class LayerBuilder:
         return None if norm is None else replace(norm, eps=self._config.rms_norm_eps)
 
     def _norm(self, name: str) -> Norm:
-        weight, offset = self._numbers(f"{name}.weight"), self._architecture.norm_offset
-        if offset is not None:  # a small weight would be lost beside it in 16 bits
+        architecture = self._architecture
+        weight, offset = self._numbers(f"{name}.weight"), architecture.norm_offset
+        bias = self._numbers_if(architecture.norm_bias, f"{name}.bias")
+        if offset is not None and architecture.layer_norm:  # PyTorch wants the dtype of x
+            weight = weight + offset
+        elif offset is not None:  # a small weight would be lost beside it in 16 bits
             weight = weight.float() + offset
-        return Norm(weight, self._config.rms_norm_eps / self._config.factors.summands**2)
+        return Norm(weight, self._config.rms_norm_eps / self._config.factors.summands**2, bias)
 
 
 def _scaled(embed: Embed, factor: float) -> Embed:

@@ -111,7 +111,7 @@ MIXTURES = {
         windows="pattern",
         ropes_in_windows=True,
         experts=SCORES_BY_SIGMOID,
-        keys={"num_shared_experts": "n_shared_experts"},
+        keys={"n_shared_experts": "num_shared_experts"},
         requires={"hidden_act": (None, "silu"), "attention_bias": (None, False)}
         | CHOOSES_BY_SIGMOID,
         defaults={

@@ -49,7 +49,7 @@ UNMAPPED = {
 }
 INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3")
 INTERLEAVED += ("granitehybrid", *NEMOTRONS)
-WITH_NORM_OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
+WITH_NORM_OFFSET = ("gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
     "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
@@ -75,6 +75,7 @@ ARCHITECTURES = {
     "GraniteMoeSharedForCausalLM": "granitemoe",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
+    "Jais2ForCausalLM": "jais2",
     "KimiLinearForCausalLM": "kimi-linear",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2moe",
@@ -83,6 +84,7 @@ ARCHITECTURES = {
     "Ministral3ForCausalLM": "mistral3",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
+    "NemotronForCausalLM": "nemotron",
     "NemotronHForCausalLM": "nemotron_h",
     **dict.fromkeys(("Olmo2ForCausalLM", "Olmo3ForCausalLM"), "olmo2"),
     "OlmoeForCausalLM": "olmoe",
@@ -96,7 +98,13 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": "qwen35moe",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
+# Keys of an eps, as in conversion/base.py.
+LAYER_NORMS = dict.fromkeys(
+    ("jais2", "nemotron", "stablelm", "starcoder2"), ("layer_norm_eps", "norm_epsilon", "norm_eps")
+)
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 2.0}
 SCALINGS: dict[str, dict[str, Any]] = {
     "arcee": YARN,
@@ -372,7 +380,8 @@ class GGUFModel:
                 "tokenizer.ggml.add_bos_token": True,
                 "tokenizer.chat_template": "{{ messages[0]['content'] }}",
             }
-            | (_of_cohere(config, arch) if "layer_norm_eps" in config else {})
+            | (_of_cohere(config, arch) if "logit_scale" in config else {})
+            | (_of_layer_norm(config, arch) if arch in LAYER_NORMS else {})
             | (_of_gemma4(config) if arch == "gemma4" else {})
             | (_of_ernie(config) if arch == "ernie4_5-moe" else {})
             | (_of_granite(config, arch) if arch.startswith("granite") else {})
@@ -527,6 +536,15 @@ def _of_cohere(config: dict[str, Any], arch: str) -> dict[str, Any]:
             "attention.sliding_window_pattern": kinds,
         }
     return {f"{arch}.{key}": value for key, value in settings.items()}
+
+
+def _of_layer_norm(config: dict[str, Any], arch: str) -> dict[str, Any]:
+    """In place of the eps of RMSNorm."""
+    eps = next(config[key] for key in LAYER_NORMS[arch] if key in config)
+    settings: dict[str, Any] = {f"{arch}.attention.layer_norm_epsilon": eps}
+    if arch == "stablelm":
+        settings["stablelm.use_parallel_residual"] = config["use_parallel_residual"]
+    return settings
 
 
 def _take_activations_out(model: GGUFModel) -> None:

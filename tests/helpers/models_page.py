@@ -65,6 +65,7 @@ FAMILIES = (
     Family("Helium", "Helium", "4K"),
     Family("Hunyuan", "HunYuanDenseV1 HunYuanMoEV1", "256K", "hunyuan_a13b"),
     Family("HyperCLOVA X", "HyperCLOVAX", "32K"),
+    Family("Jais", "Jais2", "8K"),
     Family("Kimi", "KimiLinear", "1M", "kimi_k2"),
     Family("LFM2", "Lfm2 Lfm2Moe", "32K", "lfm2"),
     Family("Llama", "Llama", "4K to 128K", "llama3_json"),
@@ -73,7 +74,8 @@ FAMILIES = (
     Family(
         "Mistral", "Mistral Mixtral Ministral Ministral3", "32K to 256K", "mistral",
     ),
-    Family("Nemotron", "NemotronH", "8K to 256K", "nemotron_v2 qwen3_coder"),
+    Family("Nemotron", "Nemotron", "4K, 8K"),
+    Family("Nemotron-H", "NemotronH", "8K to 256K", "nemotron_v2 qwen3_coder"),
     Family("OLMo", "Olmo2 Olmo3 Olmoe FlexOlmo", "4K, 64K", "olmo3"),
     Family("Phi", "Phi3", "4K to 128K", "phi4_mini_json"),
     Family("Qwen 1.5 to 3", "Qwen2 Qwen2Moe Qwen3 Qwen3Moe", "32K to 256K", "hermes qwen3_coder"),
@@ -83,6 +85,8 @@ FAMILIES = (
     Family("Seed", "SeedOss", "512K", "seed_oss"),
     Family("SmolLM", "SmolLM3", "64K", "hermes"),
     Family("Solar", "SolarOpen", "128K"),
+    Family("StableLM", "StableLm", "4K"),
+    Family("StarCoder", "Starcoder2", "16K"),
     Family("Youtu", "Youtu", "128K"),
 )  # fmt: skip
 

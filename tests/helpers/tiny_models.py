@@ -43,6 +43,11 @@ TINY: dict[str, TinyModel] = {
         },
         seed=104,
     ),
+    # LayerNorm with biases, an eps that matters, and feed-forwards without a gate.
+    "jais2": TinyModel("jais2", {"layer_norm_eps": 0.02}, seed=130),
+    "nemotron": TinyModel("nemotron", {"norm_eps": 0.02, "attention_bias": True}, seed=131),
+    "starcoder2": TinyModel("starcoder2", {"norm_epsilon": 0.02}, seed=132),
+    "stablelm": TinyModel("stablelm", {"layer_norm_eps": 0.02, "use_qkv_bias": True}, seed=133),
     "llama-rope-llama3": TinyModel(settings={"rope_parameters": LLAMA3_ROPE}, seed=3),
     "llama-rope-linear": TinyModel(settings={"rope_parameters": LINEAR_ROPE}, seed=4),
     # The weights of "llama" in several files.

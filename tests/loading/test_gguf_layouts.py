@@ -43,6 +43,7 @@ NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "l
 NAMES += ("kimi-linear", "ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
 NAMES += ("cohere", "cohere2", "dots1", "falcon-h1", "granite-moe-shared", "minimax-m2")
 NAMES += ("olmo2", "olmo3", "exaone-moe", "solar-open", "youtu")
+NAMES += ("jais2", "nemotron", "stablelm", "starcoder2")
 BY_DEFAULT = (
     *NAMES[:2],
     "apertus",
@@ -64,7 +65,9 @@ BY_DEFAULT = (
     "nemotron-h",
     "qwen3.5-moe",
     "gemma4-shared",
+    "nemotron",
     "olmo3",
+    "stablelm",
     "youtu",
 )
 PROMPTS = [[7, 3, 9], [i * 7 % 256 for i in range(40)]]

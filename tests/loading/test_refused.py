@@ -40,7 +40,7 @@ KINDS = {
     "generates no text": "BertModel bert RobertaForMaskedLM Qwen3ForSequenceClassification",
     "another Gemma": "GemmaForCausalLM Gemma2ForCausalLM gemma2 gemma3n",
     "Phi-1 or Phi-2": "PhiForCausalLM phi2",
-    "is not supported; run it": "GPT2LMHeadModel OlmoForCausalLM StableLmForCausalLM",
+    "is not supported; run it": "GPT2LMHeadModel OlmoForCausalLM FalconForCausalLM",
 }
 
 

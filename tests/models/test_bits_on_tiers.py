@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from driver import assert_tiers_agree
-from marks import needs_compiler
+from marks import named, needs_compiler
 from replays import watch_replays
 from tiers import LAYOUTS, run
 
 DENSE = ("apertus", "arcee", "exaone4", "ernie", "gemma3", "gemma3-softcap", "glm4", "granite")
 DENSE += ("cohere2", "falcon-h1", "hunyuan", "lfm2", "ministral3")
+NEWER = ("hyperclovax", "nemotron", "stablelm", "starcoder2", "youtu", "mellum", "exaone-moe")
 EXPERTS = (
     "dots1",
     "granite-moe-shared",
@@ -31,7 +32,9 @@ EXPERTS = (
 
 @needs_compiler
 @pytest.mark.usefixtures("our_products")
-@pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
+@pytest.mark.parametrize(
+    "name", named({name: name for name in (*DENSE, *EXPERTS, *NEWER)}, *DENSE, *EXPERTS)
+)
 def test_every_tier_has_the_same_bits_and_decode_steps_are_replayed(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -8,6 +8,7 @@ from nanoengine.models.architecture import MTP_JOIN, MTP_NORMS
 GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
     "token_embd_norm.weight": "model.embedding_norm.weight",  # LFM2's, behind the last layer
     "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",

@@ -59,12 +59,14 @@ ARCHITECTURES = {
     "granitemoe": "GraniteMoeForCausalLM",
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
     "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
+    "jais2": "Jais2ForCausalLM",
     "kimi-linear": "KimiLinearForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
     "minimax-m2": "MiniMaxM2ForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
+    "nemotron": "NemotronForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "nemotron_h_moe": "NemotronHForCausalLM",
     "olmo2": "Olmo2ForCausalLM",  # OLMo 3, too
@@ -84,6 +86,8 @@ ARCHITECTURES = {
     "qwen3next": "Qwen3_5MoeForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
 # What no key of a GGUF says: llama.cpp has it in its code.
 FIXED_SETTINGS: dict[str, dict[str, Any]] = {
@@ -97,10 +101,12 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"model_type": "gpt_oss"},
     "hunyuan-dense": {"model_type": "hunyuan_v1_dense"},
     "hunyuan-moe": {"model_type": "hunyuan_v1_moe"},
+    "jais2": {"hidden_act": "relu2"},
     "kimi-linear": {"model_type": "kimi_linear"},
     "lfm2moe": {"model_type": "lfm2_moe"},
     "minimax-m2": {"model_type": "minimax_m2"},
     "mistral3": {"model_type": "ministral3"},
+    "nemotron": {"hidden_act": "relu2"},
     "olmoe": {"norm_topk_prob": False},
     "qwen2moe": {"model_type": "qwen2_moe", "norm_topk_prob": False},
     "qwen2vl": {"model_type": "qwen2"},
@@ -112,13 +118,15 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3next": {"model_type": "qwen3_5_moe_text"},
     "seed_oss": {"model_type": "seed_oss", "attention_bias": True},
     "smollm3": {"no_rope_layer_interval": 4},
+    "starcoder2": {"hidden_act": "gelu_pytorch_tanh"},
 }
 EXAONES = ("exaone-moe", "exaone4")
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
-MAY_TURN_A_PART = ("glm4", "glm4moe", "minimax-m2", "phi3", *HYBRIDS)
+MAY_TURN_A_PART = ("glm4", "glm4moe", "minimax-m2", "nemotron", "phi3", "stablelm", *HYBRIDS)
 WITH_WINDOWS = ("cohere2", *EXAONES, "gemma3", "gemma4", "gpt-oss", "llama", "olmo2", "phi3")
 GRANITES = ("granite", "granitehybrid", "granitemoe")
 COHERES = ("cohere2", "command-r")
+LAYER_NORMS = ("jais2", "nemotron", "stablelm", "starcoder2")
 
 
 def check_supported(metadata: Metadata) -> None:
@@ -177,7 +185,7 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
     if not 0 < num_layers <= len(stored):
         raise CorruptModelError(f"{metadata.path}: {num_layers} layers of {len(stored)} tensors")
     settings = dict(FIXED_SETTINGS.get(metadata.architecture, {}))
-    biased = "q" if metadata.architecture == "glm4" else "output"
+    biased = "q" if metadata.architecture in ("glm4", "stablelm") else "output"
     if metadata.architecture in MAY_TURN_A_PART:
         settings["partial_rotary_factor"] = turned_part(turned, head_dim)
     if metadata.architecture == "gemma3":
@@ -186,6 +194,9 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
         settings |= granite_settings(metadata, head_dim)
     if metadata.architecture in COHERES:
         settings |= cohere_settings(metadata, num_layers)
+    elif metadata.architecture in LAYER_NORMS:
+        settings["rms_norm_eps"] = metadata.real("attention.layer_norm_epsilon")
+        settings["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in stored
     else:
         settings["rms_norm_eps"] = metadata.real("attention.layer_norm_rms_epsilon")
     return {

@@ -62,6 +62,19 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
         "[\u0800-\u9fa5\uac00-\ud7ff]+",
         r"\p{N}",
     ),
+    "jais-2": (
+        _CONTRACTION
+        + _LETTERS
+        + r"\p{N}{1,3}"
+        + _REST.removesuffix(r"|\s+(?!\S)|\s+")
+        + "".join(rf"|\s{{{2**i}}}(?!\S)" for i in range(9, 1, -1))
+        + r"|\s{1,2}(?!\S)|\s",
+    ),
+    "exaone-moe": (
+        _CONTRACTION
+        + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+    ),
     # What llama.cpp takes for files without a name.
     "default": (
         r"[\p{P}\$\+<=>\^~\|]+",
