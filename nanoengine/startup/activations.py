@@ -25,8 +25,8 @@ def activation_bytes(
     Per token: residual stream and norm (fp32 and model dtype), the angles of its rotations, the
     inputs of all layers, and the largest of qkv + attention state, gate_up (of experts: with their
     rows, their results and the sum) beside qkv and its attention, and what a recurrent layer holds;
-    per row that samples, its logits and what sampling makes of them; and what xIELU
-    or GELU make at once. in_c: as in memory_plan.ModelFacts.
+    per row that samples, its logits and what sampling makes of them; and what xIELU makes at once.
+    in_c: as in memory_plan.ModelFacts.
     """
     num_tokens, num_sampled = settings.max_num_batched_tokens, settings.sampled_rows
     shapes = [model.shape(layer) for layer in model.attention_layers]
