@@ -172,6 +172,8 @@ def _factors(content: CheckedJson, reads: Collection[str]) -> Factors:
     """Cohere's and Falcon-H1's logits are multiplied, Granite's divided."""
     factors = Factors(*(_factor(content, reads, name) for name in FACTORS))
     by = (_factor(content, reads, name) for name in ("logit_scale", "lm_head_multiplier"))
+    if "mup_enabled" in reads and content.flag("mup_enabled"):
+        factors = replace(factors, embeddings=content.size("hidden_size") ** 0.5)
     return replace(factors, logits=factors.logits / math.prod(by))
 
 

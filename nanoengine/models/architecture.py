@@ -88,7 +88,7 @@ class Architecture:
     names that begin so; "layer", as one more layer, as all are in a GGUF; "": it holds none.
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
     output_gate: q_proj gives a gate for each head beside its query; what a head attends to is
-    multiplied by the gate's sigmoid.
+    multiplied by the gate's sigmoid. gate_proj: such a gate is of a product of its own, g_proj.
     hybrid: what a checkpoint's layers have in place of attention, or beside it; "": nothing.
     "delta": some have a gated delta rule, as config.json says. "kimi": that of Kimi, and no layer
     turns; see loading/kimi.py. "convs": some have a gated short convolution, see
@@ -136,6 +136,7 @@ class Architecture:
     mtp: str = ""
     scales_embeddings: bool = False
     output_gate: bool = False
+    gate_proj: bool = False
     hybrid: str = ""
     projections: tuple[str, ...] = ()
     windows: str = ""

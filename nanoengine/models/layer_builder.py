@@ -188,12 +188,13 @@ class LayerBuilder:
             shape.num_kv_heads,
             self._head_norms(prefix),
             architecture.norms_turned,
-            architecture.output_gate,
+            architecture.output_gate or architecture.gate_proj,
             None if sinks is None else sinks.float(),
             shape.values_are_keys,
             config.multipliers.attended,
         )
-        return self._qkv(prefix, "qk" if shape.values_are_keys else "qkv"), attention, out
+        parts = ("qk" if shape.values_are_keys else "qkv") + "g" * architecture.gate_proj
+        return self._qkv(prefix, parts), attention, out
 
     def _latent_attention(
         self, index: int, prefix: str

@@ -5,7 +5,7 @@ ARCHITECTURES. Gemma 4 has one beside dense models, in architectures.py.
 from __future__ import annotations
 
 from nanoengine.models.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
-from nanoengine.models.architecture import Architecture, ExpertNames
+from nanoengine.models.architecture import Architecture, ExpertNames, NormNames
 from nanoengine.models.families import (
     CHOOSES_BY_SIGMOID,
     ERNIE,
@@ -21,6 +21,53 @@ from nanoengine.models.families import (
 )
 
 MIXTURES = {
+    "AfmoeForCausalLM": Architecture(
+        "Trinity (Nano 6B-A1B, Mini 26B-A3B, Large 400B-A13B)",
+        norms=NormNames(
+            after_attention="post_attention_layernorm",
+            before_mlp="pre_mlp_layernorm",
+            after_mlp="post_mlp_layernorm",
+        ),
+        norm_offset=0.0,
+        qk_norm="head",
+        windows="pattern",
+        ropes_in_windows=True,
+        gate_proj=True,
+        experts=ExpertNames(
+            renormalises=True,
+            router="router.gate",
+            scoring="sigmoid",
+            has_choice_bias=True,
+            shared="shared_experts",
+        ),
+        keys={
+            "first_k_dense_replace": "num_dense_layers",
+            "n_shared_experts": "num_shared_experts",
+            "routed_scaling_factor": "route_scale",
+            "sliding_window_pattern": "global_attn_every_n_layers",
+        },
+        names={"self_attn.g_proj": "self_attn.gate_proj"},
+        reads=("mup_enabled",),
+        requires={
+            "hidden_act": (None, "silu"),
+            "attention_bias": (None, False),
+            "route_norm": (None, True),
+            "score_func": (None, "sigmoid"),
+        },
+        defaults={
+            "first_k_dense_replace": 1,
+            "head_dim": 128,
+            "max_position_embeddings": 16384,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 2,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 1024,
+            "sliding_window_pattern": 4,
+        },
+        own_code=("modeling_afmoe.AfmoeModel", "modeling_afmoe.AfmoeForCausalLM"),
+    ),
     "DeepseekV2ForCausalLM": Architecture(
         "DeepSeek-V2 (Lite 16B, 236B)",
         own_code=("modeling_deepseek.DeepseekV2Model", "modeling_deepseek.DeepseekV2ForCausalLM"),

@@ -121,6 +121,8 @@ def _attention_shapes(config: ModelConfig, layer: int) -> Shapes:
         qkv |= dict.fromkeys("k" if shape.values_are_keys else "kv", kv_heads)
     if "qkv" in architecture.fused:
         qkv = {"qkv": heads + 2 * kv_heads}
+    if architecture.gate_proj:
+        qkv["g"] = heads
     if architecture.sinks:
         yield f"{part}sinks", (config.num_heads,)
     yield from _product_shapes(part, qkv, config.hidden_size, has_qkv_bias(config))

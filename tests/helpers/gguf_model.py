@@ -51,6 +51,7 @@ INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3")
 INTERLEAVED += ("granitehybrid", *NEMOTRONS)
 WITH_NORM_OFFSET = ("gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
+    "AfmoeForCausalLM": "afmoe",
     "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
     "Cohere2ForCausalLM": "cohere2",
@@ -107,6 +108,7 @@ LAYER_NORMS = dict.fromkeys(
 )
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 2.0}
 SCALINGS: dict[str, dict[str, Any]] = {
+    "afmoe": {},
     "arcee": YARN,
     "exaone-moe": {"type": "none"},
     "exaone4": {},
@@ -121,7 +123,16 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "qwen2": YARN,
     "smollm3": {},
 }
-WITH_WINDOWS = ("exaone-moe", "exaone4", "gemma3", "gpt-oss", "mistral-window", "mixtral", "olmo3")
+WITH_WINDOWS = (
+    "afmoe",
+    "exaone-moe",
+    "exaone4",
+    "gemma3",
+    "gpt-oss",
+    "mistral-window",
+    "mixtral",
+    "olmo3",
+)
 
 
 class Names:
@@ -171,8 +182,14 @@ class GGUFModel:
             self.config |= usual_keys(self.config)
         if self.arch == "kimi-linear":
             self.config |= _usual_keys_of_kimi(self.config)
-        if self.arch == "exaone-moe":
+        if self.arch in ("afmoe", "exaone-moe"):
             self.config["n_shared_experts"] = self.config["num_shared_experts"]
+        if self.arch == "afmoe":
+            self.config |= {
+                "first_k_dense_replace": self.config["num_dense_layers"],
+                "routed_scaling_factor": self.config["route_scale"],
+                **{"n_group": None, "topk_group": None, "norm_topk_prob": True},
+            }
         self.types: dict[str, QuantType] = {}
         self.alignment: int | None = None
         self.names = Names(self.arch, self.config["num_hidden_layers"] + 1)
@@ -643,7 +660,7 @@ def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
     rope = model.config["rope_parameters"]
     if model.config.get("sliding_window") and name in WITH_WINDOWS:
         model.settings[f"{model.arch}.attention.sliding_window"] = model.config["sliding_window"]
-    if name in ("exaone-moe", "exaone4", "olmo3"):
+    if name in ("afmoe", "exaone-moe", "exaone4", "olmo3"):
         kinds = [kind == "sliding_attention" for kind in model.config["layer_types"]]
         model.settings[f"{model.arch}.attention.sliding_window_pattern"] = kinds
     if "sliding_attention" in rope:

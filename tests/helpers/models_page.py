@@ -47,6 +47,7 @@ class Family:
 FAMILIES = (
     Family("Apertus", "Apertus", "64K", "apertus"),
     Family("Arcee", "Arcee", "64K"),
+    Family("Trinity", "Afmoe", "128K, 256K", "hermes"),
     Family("Command", "Cohere Cohere2", "8K to 256K", "cohere_command3", "of Command R and Aya"),
     Family("CWM", "Cwm", "128K"),
     Family("DeepSeek", "DeepseekV2 DeepseekV3", "32K to 160K", "deepseek_v3 deepseek_v31"),

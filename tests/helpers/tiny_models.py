@@ -197,6 +197,21 @@ TINY: dict[str, TinyModel] = {
         },
         seed=125,
     ),
+    # What is attended to has a gate of its own product; embeddings are scaled.
+    "afmoe": TinyModel(
+        "afmoe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "route_scale": 1.7,
+            "mup_enabled": True,
+            "sliding_window": 13,
+            "global_attn_every_n_layers": 2,
+            "rms_norm_eps": 0.02,
+        },
+        seed=129,
+    ),
     # A dense layer first; the last one does not turn.
     "exaone-moe": TinyModel(
         "exaone_moe",

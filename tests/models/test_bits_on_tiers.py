@@ -16,7 +16,16 @@ from tiers import LAYOUTS, run
 
 DENSE = ("apertus", "arcee", "exaone4", "ernie", "gemma3", "gemma3-softcap", "glm4", "granite")
 DENSE += ("cohere2", "falcon-h1", "hunyuan", "lfm2", "ministral3")
-NEWER = ("hyperclovax", "nemotron", "stablelm", "starcoder2", "youtu", "mellum", "exaone-moe")
+NEWER = (
+    "afmoe",
+    "hyperclovax",
+    "nemotron",
+    "stablelm",
+    "starcoder2",
+    "youtu",
+    "mellum",
+    "exaone-moe",
+)
 EXPERTS = (
     "dots1",
     "granite-moe-shared",

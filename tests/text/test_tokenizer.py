@@ -178,6 +178,13 @@ GPT_4O = (
 )
 NO_HAN = r"(?:(?!\p{Han})"
 PATTERNS = {
+    # As llama.cpp has it; digits are grouped by code there (unicode_regex_split_custom_afmoe).
+    "afmoe": (
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))",
+        r"[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
     "deepseek-coder": (
         r"[\r\n]",
         r"\s?\p{L}+",

@@ -102,6 +102,13 @@ _LFM2_NAMES = _LAYER_NAMES | {
 _NEWER_NAMES = _LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"}
 _NORMS_AFTER_NAMES = _NEWER_NAMES | {"post_ffw_norm": "post_feedforward_layernorm"}
 _NAMES = {
+    "afmoe": _LAYER_NAMES
+    | {
+        "attn_gate": "self_attn.g_proj",
+        "ffn_norm": "pre_mlp_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
     "deepseek2": _LATENT_NAMES,
     "apertus": _LAYER_NAMES
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},

@@ -38,6 +38,7 @@ from nanoengine.loading.gguf.short_convs import LFM2, kv_heads, short_conv_setti
 from nanoengine.loading.refused import about_architecture
 
 ARCHITECTURES = {
+    "afmoe": "AfmoeForCausalLM",
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
@@ -91,6 +92,7 @@ ARCHITECTURES = {
 }
 # What no key of a GGUF says: llama.cpp has it in its code.
 FIXED_SETTINGS: dict[str, dict[str, Any]] = {
+    "afmoe": {"mup_enabled": True},
     "apertus": {"hidden_act": "xielu"},
     "arcee": {"hidden_act": "relu2"},
     "command-r": {"model_type": "cohere"},
@@ -120,10 +122,19 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 4},
     "starcoder2": {"hidden_act": "gelu_pytorch_tanh"},
 }
-EXAONES = ("exaone-moe", "exaone4")
+ROTATE_IN_WINDOWS = ("afmoe", "exaone-moe", "exaone4")
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 MAY_TURN_A_PART = ("glm4", "glm4moe", "minimax-m2", "nemotron", "phi3", "stablelm", *HYBRIDS)
-WITH_WINDOWS = ("cohere2", *EXAONES, "gemma3", "gemma4", "gpt-oss", "llama", "olmo2", "phi3")
+WITH_WINDOWS = (
+    "cohere2",
+    *ROTATE_IN_WINDOWS,
+    "gemma3",
+    "gemma4",
+    "gpt-oss",
+    "llama",
+    "olmo2",
+    "phi3",
+)
 GRANITES = ("granite", "granitehybrid", "granitemoe")
 COHERES = ("cohere2", "command-r")
 LAYER_NORMS = ("jais2", "nemotron", "stablelm", "starcoder2")
@@ -264,7 +275,7 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         settings = recurrent_settings(metadata, stored, num_layers)
     if metadata.architecture == "kimi-linear":
         settings = kimi_settings(metadata, stored, num_layers)
-    if metadata.architecture in EXAONES:
+    if metadata.architecture in ROTATE_IN_WINDOWS:
         settings = exaone_settings(metadata, num_layers)
     if metadata.architecture == "deepseek2" and not metadata.count("expert_count"):
         return {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"}
