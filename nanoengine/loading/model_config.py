@@ -53,7 +53,7 @@ from nanoengine.loading.refused import (
     about_quantization,
     quant_method,
 )
-from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
+from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind, with_one_theta
 from nanoengine.loading.short_convs import (
     ADJUSTS,
     read_adjusted_size,
@@ -145,6 +145,8 @@ def _complete(content: CheckedJson, architecture: Architecture) -> None:
         with_newer_keys(content)
     if architecture.hybrid == "kimi":
         with_usual_keys(content)
+    if "layer_rope_theta" in architecture.reads:
+        with_one_theta(content, content.size("num_hidden_layers", limit=MAX_LAYERS))
     _refuse_settings(content, architecture)
 
 

@@ -13,6 +13,7 @@ from nanoengine.models.families import (
     GEMMA_NORMS,
     GLM,
     GRANITE_MULTIPLIERS,
+    GRANITE_SWA,
     HUNYUAN,
     LATENT_DEFAULTS,
     LATENT_REQUIRES,
@@ -157,6 +158,11 @@ _DENSE = {  # with attention in all layers
     ),
     "GlmForCausalLM": Architecture("GLM 4 (9B of 2024 in transformers' form)", **GLM),
     "GraniteForCausalLM": Architecture("Granite 3 (dense, 2B, 8B)", reads=GRANITE_MULTIPLIERS),
+    "GraniteSWAForCausalLM": Architecture(
+        "Granite with windows and sinks (2B)",
+        **GRANITE_SWA,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True},
+    ),
     "HeliumForCausalLM": Architecture(
         "Helium 1 (2B)",
         norm_offset=0.0,

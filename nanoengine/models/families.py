@@ -138,6 +138,12 @@ GRANITE_MULTIPLIERS = (
     "residual_multiplier",
     "logits_scaling",
 )
+# Granite with windows and sinks.
+GRANITE_SWA: dict[str, Any] = {
+    "windows": "pattern",
+    "sinks": True,
+    "reads": (*GRANITE_MULTIPLIERS, "layer_rope_theta", "no_rope_layers"),
+}
 GRANITE_EXPERTS = ExpertNames(
     "intermediate_size",
     True,

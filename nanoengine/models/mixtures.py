@@ -12,6 +12,7 @@ from nanoengine.models.families import (
     ERNIE_DEFAULTS,
     GRANITE_EXPERTS,
     GRANITE_MULTIPLIERS,
+    GRANITE_SWA,
     HUNYUAN,
     LATENT,
     LATENT_DEFAULTS,
@@ -267,6 +268,17 @@ MIXTURES = {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "shared_intermediate_size": 0,
+        },
+    ),
+    "GraniteMoeSWAForCausalLM": Architecture(
+        "Granite with windows, sinks and experts",
+        **GRANITE_SWA,
+        experts=GRANITE_EXPERTS,
+        defaults={
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 0,
+            "sliding_window": 128,
         },
     ),
     "HunYuanMoEV1ForCausalLM": Architecture(

@@ -60,7 +60,9 @@ FAMILIES = (
     Family("GLM", "Glm Glm4 Glm4Moe Glm4MoeLite", "32K to 200K", "glm45", "of GLM 4"),
     Family("gpt-oss", "GptOss", "128K", "openai"),
     Family(
-        "Granite", "Granite GraniteMoe GraniteMoeShared GraniteMoeHybrid", "4K to 128K",
+        "Granite",
+        "Granite GraniteMoe GraniteMoeShared GraniteMoeHybrid GraniteSWA GraniteMoeSWA",
+        "4K to 128K",
         "granite hermes",
     ),
     Family("Helium", "Helium", "4K"),

@@ -157,6 +157,29 @@ TINY: dict[str, TinyModel] = {
         },
         seed=105,
     ),
+    # Sinks and windows; the layer that sees everything does not turn.
+    "granite-swa": TinyModel(
+        "granite_swa",
+        {
+            **GRANITE,
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "layer_rope_theta": [500.0, 0, 500.0],
+        },
+        seed=134,
+    ),
+    "granite-moe-swa": TinyModel(
+        "granitemoe_swa",
+        {
+            **GRANITE,
+            "num_local_experts": 5,
+            "intermediate_size": 40,
+            "shared_intermediate_size": 24,
+            "sliding_window": 13,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+        seed=135,
+    ),
     "minimax-m2": TinyModel(
         "minimax_m2",
         {

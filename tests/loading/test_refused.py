@@ -23,7 +23,7 @@ KINDS = {
     "a mixture of experts": (
         "gpt-oss "
         "DeepseekForCausalLM DeepseekV32ForCausalLM deepseek2 Llama4ForCausalLM "
-        "PhiMoEForCausalLM GraniteMoeSwaForCausalLM qwen2moe"
+        "PhiMoEForCausalLM qwen2moe"
     ),
     "recurrent or linear attention": (
         "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM qwen35 MambaForCausalLM mamba2 "
