@@ -35,8 +35,8 @@ def _activate(x: Tensor, activation: Map) -> None:
     activation(x)
 
 
-def _layer_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    out.copy_(functional.layer_norm(x, x.shape[-1:], weight, None, eps))
+def _layer_norm(x: Tensor, norm: Norm, out: Tensor) -> None:
+    out.copy_(functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps))
 
 
 def addends(weight: Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -62,7 +62,7 @@ class CpuOps(KernelOps):
 
     def layer_norm(self, x: Tensor, norm: Norm) -> Tensor:
         out = x.new_empty(x.shape)
-        self._kernels.tape.call(_layer_norm, (x, norm.weight, norm.eps, out))
+        self._kernels.tape.call(_layer_norm, (x, norm, out))
         return out
 
     def activated(self, x: Tensor, activation: Map) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from nanoengine.config.engine import EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ModelLoadError
-from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
+from nanoengine.loading.checkpoint import CheckpointReader, Part, check_names, ignorable_tensors
 from nanoengine.loading.experts_json import PACKED_EXPERTS, Listing, expert_parts
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.fp8 import Fp8Reader, fp8_block
@@ -35,6 +35,7 @@ from nanoengine.loading.packed_ints import PackedReader, packed_format
 from nanoengine.loading.short_convs import short_conv_parts
 from nanoengine.loading.wrappers import about_others, text_config
 from nanoengine.models.activations import XIELU_SHAPES
+from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.latent import held_share
 from nanoengine.models.layer_ops import LayerOps
@@ -182,6 +183,8 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> CheckpointReader:
 
 def rename_tensors(config: ModelConfig, reader: Listing) -> None:
     """Give tensors the names of `weight_shapes`."""
+    for usual, own in ARCHITECTURES[config.architecture].names.items():
+        reader.rename({n.replace(own, usual): Part(n) for n in reader.names() if own in n})
     reader.rename(mtp_parts(config, reader.names()))
     reader.rename(mixer_parts(config, reader.names()))
     reader.rename(dict(short_conv_parts(config, reader.names())))

@@ -143,8 +143,6 @@ def eps_key(architecture: Architecture) -> str:
     """The key of config.json: some have names of their own."""
     if architecture.hybrid == "convs":
         return "norm_eps"
-    if architecture.layer_norm:
-        return "layer_norm_eps"
     return "layer_norm_epsilon" if architecture.hybrid == "apart" else "rms_norm_eps"
 
 

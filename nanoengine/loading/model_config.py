@@ -53,7 +53,7 @@ from nanoengine.loading.refused import (
     about_quantization,
     quant_method,
 )
-from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
+from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind, with_one_theta
 from nanoengine.loading.short_convs import (
     ADJUSTS,
     read_adjusted_size,
@@ -136,13 +136,18 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
 
 
 def _complete(content: CheckedJson, architecture: Architecture) -> None:
-    """Fill in what is missing. Raises as `_refuse_settings`."""
+    """Fill in what is missing, by its usual name. Raises as `_refuse_settings`."""
     content.fill(architecture.defaults)
+    for usual, own in architecture.keys.items():
+        if content.get(own) is not None:
+            content.values[usual] = content.values[own]
     content.values["quantization_config"] = quantization_of(content.path.parent, content.values)
     if architecture.hybrid == "convs":
         with_newer_keys(content)
     if architecture.hybrid == "kimi":
         with_usual_keys(content)
+    if "layer_rope_theta" in architecture.reads:
+        with_one_theta(content, content.size("num_hidden_layers", limit=MAX_LAYERS))
     _refuse_settings(content, architecture)
 
 
@@ -170,6 +175,8 @@ def _factors(content: CheckedJson, reads: Collection[str]) -> Factors:
     """Cohere's and Falcon-H1's logits are multiplied, Granite's divided."""
     factors = Factors(*(_factor(content, reads, name) for name in FACTORS))
     by = (_factor(content, reads, name) for name in ("logit_scale", "lm_head_multiplier"))
+    if "mup_enabled" in reads and content.flag("mup_enabled"):
+        factors = replace(factors, embeddings=content.size("hidden_size") ** 0.5)
     return replace(factors, logits=factors.logits / math.prod(by))
 
 

@@ -144,10 +144,9 @@ def _first(rows: Iterable[Refusal], name: str) -> tuple[str, str]:
 
 
 def families() -> str:
-    """Names of the supported models, as users know them, without their sizes."""
-    names = [
-        re.sub(r" \([^)]*\)", "", ARCHITECTURES[each].models) for each in sorted(ARCHITECTURES)
-    ]
+    """Names of the supported models, as users know them, without their sizes and what they have."""
+    aside = r" \([^)]*\)| with .*"
+    names = [re.sub(aside, "", ARCHITECTURES[each].models) for each in sorted(ARCHITECTURES)]
     return ", ".join(dict.fromkeys(names))
 
 

@@ -75,6 +75,26 @@ def read_ropes_by_kind(
     return rope, local, max_position
 
 
+def with_one_theta(content: CheckedJson, num_layers: int) -> None:
+    """Granite's theta of each layer, of which 0 is no RoPE, as `no_rope_layers` and one theta.
+    Raises UnsupportedModelError for several.
+    """
+    thetas = content.get("layer_rope_theta")
+    if thetas is None:
+        content.values["no_rope_layers"] = [1] * num_layers
+        return
+    is_list = isinstance(thetas, list) and len(thetas) == num_layers
+    are_numbers = is_list and all(type(theta) in (int, float) for theta in thetas)
+    if not are_numbers or len({theta for theta in thetas if theta}) > 1:
+        raise UnsupportedModelError(
+            f"{content.path}: 'layer_rope_theta' is {shown(thetas)}, which is not supported; it "
+            f"must have one theta, or 0, for each of {num_layers} layers"
+        )
+    content.values["no_rope_layers"] = [int(theta != 0) for theta in thetas]
+    scaling = _object(content, "rope_parameters", content.get("rope_parameters"))
+    content.values["rope_parameters"] = scaling | {"rope_theta": max(thetas) or None}
+
+
 def _object(content: CheckedJson, key: str, value: Any) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise CorruptModelError(f"{content.path}: {key!r} must be an object, not {shown(value)}")

@@ -17,13 +17,22 @@ XIELU_SHAPES: dict[str, tuple[int, ...]] = {
     "act_fn.beta": (),
     "act_fn.eps": (),
 }
-XIELU_PIECE = 1 << 20  # numbers that are computed at once
-XIELU_BYTES = 4 * 8 + 1  # that each of them takes meanwhile
+PIECE = 1 << 20  # numbers of which xIELU, or GELU without a gate, are computed at once
+PIECE_BYTES = 4 * 8 + 1  # that each of them takes meanwhile
 
 
 def relu2(x: Tensor) -> Tensor:
     """relu(x) * x."""
     return x.relu_().square_()
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU by its formula with tanh (arXiv 1606.08415), over x, contiguous. In double: the last
+    elements of a vector go through other code.
+    """
+    for piece in torch.split(x.view(-1), PIECE):
+        piece.copy_(functional.gelu(piece.double(), approximate="tanh"))
+    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +53,8 @@ class Xielu:
         return cls(up, beta.item() + down, beta.item(), eps.item())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Over x, contiguous. In double: the last elements of a vector go through other code."""
-        for piece in torch.split(x.view(-1), XIELU_PIECE):
+        """Over x, contiguous. In double, as gelu."""
+        for piece in torch.split(x.view(-1), PIECE):
             wide = piece.double()
             above = wide.square().mul_(self.alpha_p)
             below = wide.clamp(max=self.eps).expm1_().sub_(wide).mul_(self.alpha_n)

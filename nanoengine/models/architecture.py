@@ -77,7 +77,7 @@ class Architecture:
     recurrent_norms: the names of those of layers without attention, where these differ.
     rule_eps: eps of the norm behind a delta rule; None: as of the others.
     norm_offset: RMSNorm adds this to its weight, and is in fp32 throughout; None: neither.
-    layer_norm: norms are LayerNorm without a bias instead, LayerOps.layer_norm.
+    layer_norm: norms are LayerNorm instead, LayerOps.layer_norm. norm_bias: they have a bias.
     is_parallel: attention and feed-forward see the same norm of x, and both are added to x.
     qk_norm: RMSNorm of q and k before the rotation: over each "head", or over "all heads" at once.
     norms_of_heads: the names of these two. norms_turned: they come after the rotation.
@@ -88,12 +88,12 @@ class Architecture:
     pairs_take_turns: the two numbers of a rotated pair are neighbours in a checkpoint, those that
     are rotated before the others.
     activation: of the gate; a key of activations.GATED. is_gated: False: feed-forwards and experts
-    have no gate, but "relu2", or "xielu" (in no expert).
+    have no gate, but "relu2", or (in no expert) "gelu_pytorch_tanh" or "xielu".
     mtp: how a checkpoint names the head for multi-token prediction that it may hold: "mtp", in
     names that begin so; "layer", as one more layer, as all are in a GGUF; "": it holds none.
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
     output_gate: q_proj gives a gate for each head beside its query; what a head attends to is
-    multiplied by the gate's sigmoid.
+    multiplied by the gate's sigmoid. gate_proj: such a gate is of a product of its own, g_proj.
     head_gate: g_proj gives a number for each head instead, by whose sigmoid it is multiplied.
     hybrid: what a checkpoint's layers have in place of attention, or beside it; "": nothing.
     "delta": some have a gated delta rule, as config.json says. "kimi": that of Kimi, and no layer
@@ -115,6 +115,8 @@ class Architecture:
     latent: keys and values come from one vector of each token, see LatentConfig.
     experts: of some layers or all; None: none.
     quantizations: values of `quant_method` whose weights are read.
+    keys: usual names of keys of config.json, with those that this architecture has instead.
+    names: the same of parts of names of tensors.
     reads: the keys of config.json that this architecture reads and others do not.
     requires: keys of config.json, each with the values that are supported.
     defaults: transformers' values for missing keys of config.json, where they differ from Llama's.
@@ -127,6 +129,7 @@ class Architecture:
     rule_eps: float | None = None
     norm_offset: float | None = None
     layer_norm: bool = False
+    norm_bias: bool = False
     is_parallel: bool = False
     qk_norm: str = ""
     norms_of_heads: tuple[str, str] = ("q_norm", "k_norm")
@@ -141,6 +144,7 @@ class Architecture:
     mtp: str = ""
     scales_embeddings: bool = False
     output_gate: bool = False
+    gate_proj: bool = False
     head_gate: bool = False
     hybrid: str = ""
     projections: tuple[str, ...] = ()
@@ -155,6 +159,8 @@ class Architecture:
     latent: bool = False
     experts: ExpertNames | None = None
     quantizations: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     reads: tuple[str, ...] = ()
     requires: Mapping[str, tuple[Any, ...]] = field(
         default_factory=lambda: {"hidden_act": (None, "silu", "swish")}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from nanoengine.models.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
 from nanoengine.models.architecture import Architecture, ExpertNames, NormNames
 from nanoengine.models.families import (
-    CHOOSES_BY_SIGMOID,
     COHERE,
     COHERE_DEFAULTS,
     ERNIE,
@@ -18,19 +16,19 @@ from nanoengine.models.families import (
     GEMMA_DEFAULTS,
     GEMMA_NORMS,
     GLM,
-    GRANITE_EXPERTS,
     GRANITE_MULTIPLIERS,
+    GRANITE_SWA,
     HUNYUAN,
-    LATENT,
     LATENT_DEFAULTS,
     LATENT_REQUIRES,
+    LAYER_NORM,
     NORMS_AFTER,
     OLMO,
-    SCORES_BY_SIGMOID,
 )
 from nanoengine.models.hybrids import HYBRIDS
+from nanoengine.models.mixtures import MIXTURES
 
-_ALL_ATTENTION = {  # in all layers
+_DENSE = {  # with attention in all layers
     "ApertusForCausalLM": Architecture(
         "Apertus (8B, 70B)",
         norms=NormNames(before_attention="attention_layernorm", before_mlp="feedforward_layernorm"),
@@ -72,94 +70,23 @@ _ALL_ATTENTION = {  # in all layers
         defaults=COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
     ),
     "CohereForCausalLM": Architecture("Command R, Aya", **COHERE, defaults=COHERE_DEFAULTS),
-    "DeepseekV2ForCausalLM": Architecture(
-        "DeepSeek-V2 (Lite 16B, 236B)",
-        own_code=("modeling_deepseek.DeepseekV2Model", "modeling_deepseek.DeepseekV2ForCausalLM"),
-        latent=True,
-        requires=LATENT_REQUIRES
-        | {
-            "scoring_func": (None, "softmax"),
-            "norm_topk_prob": (None, False),
-            "topk_method": ("greedy", "group_limited_greedy"),
-            "mlp_bias": (None, False),
-        },
-        experts=ExpertNames(
-            renormalises=False,
-            group_best=1,
-            group_method="group_limited_greedy",
-            shared="shared_experts",
-        ),
-        defaults=LATENT_DEFAULTS
-        | {
-            "q_lora_rank": 1536,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 1407,
-            "topk_method": "greedy",
-        },
-    ),
-    "DeepseekV3ForCausalLM": Architecture(
-        "DeepSeek-V3, R1 (671B)",
-        own_code=("modeling_deepseek.DeepseekV3Model", "modeling_deepseek.DeepseekV3ForCausalLM"),
-        **LATENT,
-        experts=SCORES_BY_SIGMOID,
-        defaults=LATENT_DEFAULTS
-        | {
-            "q_lora_rank": 1536,
-            "n_routed_experts": 256,
-            "n_group": 8,
-            "topk_group": 4,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 3,
-            "moe_intermediate_size": 2048,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-        },
-    ),
-    "Dots1ForCausalLM": Architecture(
-        "dots.llm1 (142B)",
-        qk_norm="head",
-        windows="layer_types",
-        experts=SCORES_BY_SIGMOID,
-        requires={
-            "hidden_act": (None, "silu"),
-            "scoring_func": (None, "sigmoid", "noaux_tc"),
-            "topk_method": (None, "noaux_tc"),
-        },
+    "CwmForCausalLM": Architecture(
+        "CWM (32B)",
+        windows="pattern",
+        requires={"hidden_act": (None, "silu"), "attention_bias": (None, False)},
         defaults={
-            "first_k_dense_replace": 0,
-            "max_window_layers": 62,
-            "num_key_value_heads": 32,
-            "sliding_window": 4096,
-            "use_sliding_window": True,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": 8192,
         },
     ),
     "Ernie4_5ForCausalLM": Architecture(
         "ERNIE 4.5 (0.3B)",
         **ERNIE,
         defaults=ERNIE_DEFAULTS | {"head_dim": 128, "num_key_value_heads": 2},
-    ),
-    "Ernie4_5_MoeForCausalLM": Architecture(
-        "ERNIE 4.5 with experts (21B-A3B, 300B-A47B)",
-        **ERNIE,
-        experts=ExpertNames(
-            renormalises=True,
-            exact_router=True,
-            has_choice_bias=True,
-            shared="shared_experts",
-            num_shared="moe_num_shared_experts",
-            top_k="moe_k",
-        ),
-        defaults=ERNIE_DEFAULTS
-        | {
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 1536,
-            "moe_k": 6,
-            "moe_layer_start_index": 1,
-            "moe_num_experts": 64,
-            "moe_num_shared_experts": 2,
-        },
     ),
     "Exaone4ForCausalLM": Architecture(
         "EXAONE 4 (1.2B, 32B)",
@@ -250,143 +177,60 @@ _ALL_ATTENTION = {  # in all layers
         norms=NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
         **GLM,
     ),
-    "Glm4MoeForCausalLM": Architecture(
-        "GLM 4.5 to 4.7 with experts (355B, Air 106B)",
-        out_bias=False,
-        qk_norm="head",
-        experts=SCORES_BY_SIGMOID,
-        mtp="layer",
-        reads=("partial_rotary_factor", "use_qk_norm"),
-        requires={"hidden_act": (None, "silu")} | CHOOSES_BY_SIGMOID,
-        defaults={
-            "partial_rotary_factor": 0.5,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-            "rms_norm_eps": 1e-5,
-        },
-    ),
-    "Glm4MoeLiteForCausalLM": Architecture(
-        "GLM 4.7 Flash (30B-A3B)",
-        **LATENT,
-        experts=SCORES_BY_SIGMOID,
-        defaults=LATENT_DEFAULTS
-        | {
-            "q_lora_rank": 768,
-            "qk_nope_head_dim": 192,
-            "v_head_dim": 256,
-            "n_routed_experts": 64,
-            "num_experts_per_tok": 4,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 1536,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.8,
-            "rms_norm_eps": 1e-5,
-        },
-    ),
     "GlmForCausalLM": Architecture("GLM 4 (9B of 2024 in transformers' form)", **GLM),
-    "GptOssForCausalLM": Architecture(
-        "gpt-oss (20b, 120b)",
-        activation="clamped_swiglu",
-        windows="pattern",
-        sinks=True,
-        # A softmax over the chosen scores is one over all, divided by the sum of the chosen.
-        experts=ExpertNames(
-            "intermediate_size", True, router="router", has_bias=True, is_turned=True
-        ),
-        quantizations=("mxfp4",),
-        requires={
-            "hidden_act": (None, "silu"),
-            "swiglu_alpha": (None, SWIGLU_ALPHA),
-            "swiglu_limit": (None, SWIGLU_LIMIT),
-        },
-        defaults={
-            "attention_bias": True,
-            "head_dim": 64,
-            "max_position_embeddings": 131072,
-            "num_experts_per_tok": 4,
-            "num_key_value_heads": 8,
-            "num_local_experts": 128,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-            "rope_theta": 150000.0,
-            "sliding_window": 128,
-            "sliding_window_pattern": 2,
-        },
-    ),
     "GraniteForCausalLM": Architecture("Granite 3 (dense, 2B, 8B)", reads=GRANITE_MULTIPLIERS),
-    "GraniteMoeForCausalLM": Architecture(
-        "Granite 3 with experts (1B-A400M, 3B-A800M)",
-        reads=GRANITE_MULTIPLIERS,
-        # A softmax over the chosen scores, as gpt-oss has it.
-        experts=ExpertNames("intermediate_size", True, "block_sparse_moe", router="router"),
-        defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    "GraniteSWAForCausalLM": Architecture(
+        "Granite with windows and sinks (2B)",
+        **GRANITE_SWA,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 128, "tie_word_embeddings": True},
     ),
-    "GraniteMoeSharedForCausalLM": Architecture(
-        "Granite 3 with a shared expert",
-        reads=GRANITE_MULTIPLIERS,
-        experts=GRANITE_EXPERTS,
+    "HeliumForCausalLM": Architecture(
+        "Helium 1 (2B)",
+        norm_offset=0.0,
+        out_bias=False,
+        pairs_take_turns=True,
         defaults={
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 0,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 20,
+            "rms_norm_eps": 1e-8,
+            "rope_theta": 1e5,
         },
     ),
     "HunYuanDenseV1ForCausalLM": Architecture("Hunyuan (dense, 0.5B to 7B, also MT)", **HUNYUAN),
-    "HunYuanMoEV1ForCausalLM": Architecture(
-        "Hunyuan with experts (A13B)",
-        **HUNYUAN,
-        experts=ExpertNames(
-            inner_size="intermediate_size",
-            renormalises=True,
-            exact_router=True,
-            router="gate.wg",
-            shared="shared_mlp",
-            num_shared="num_shared_expert",
-            top_k="moe_topk",
+    "HyperCLOVAXForCausalLM": Architecture(
+        "HyperCLOVA X SEED Think (14B)",
+        norms=NormNames(after_attention="post_norm1", after_mlp="post_norm2"),
+        keys={"logit_scale": "logits_scaling"},  # they are multiplied by it
+        reads=(
+            "attention_multiplier",
+            "embedding_multiplier",
+            "residual_multiplier",
+            "logit_scale",
         ),
+        requires={"hidden_act": (None, "silu"), "use_post_norm": (None, True)},
+        defaults={"embedding_multiplier": 1.0, "logit_scale": 1.0, "residual_multiplier": 1.0},
+        own_code=(
+            "modeling_hyperclovax.HyperCLOVAXModel",
+            "modeling_hyperclovax.HyperCLOVAXForCausalLM",
+        ),
+    ),
+    "Jais2ForCausalLM": Architecture(
+        "Jais 2 (8B, 70B)",
+        **LAYER_NORM,
+        activation="relu2",
+        is_gated=False,
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        requires={"hidden_act": (None, "relu2")},
+        defaults={
+            "attention_bias": True,
+            "max_position_embeddings": 8192,
+            "mlp_bias": True,
+            "rms_norm_eps": 1e-5,
+        },
     ),
     "LlamaForCausalLM": Architecture(
         "Llama 2 to 3.3 and models of its shape, as SmolLM2 and TinyLlama"
-    ),
-    "MiniMaxM2ForCausalLM": Architecture(
-        "MiniMax-M2 (230B)",
-        qk_norm="all heads",
-        experts=ExpertNames(
-            "intermediate_size",
-            True,
-            "block_sparse_moe",
-            ("w1", "w3", "w2"),
-            scoring="sigmoid",
-            has_choice_bias=True,
-        ),
-        reads=("partial_rotary_factor", "rotary_dim"),
-        requires={
-            "hidden_act": (None, "silu"),
-            "attention_bias": (None, False),
-            "qk_norm_type": (None, "per_layer"),
-            "scoring_func": (None, "sigmoid"),
-            "shared_intermediate_size": (None, 0),
-            "use_qk_norm": (None, True),
-            "use_routing_bias": (None, True),
-        },
-        own_code=("modeling_minimax_m2.MiniMaxM2ForCausalLM",),
-        defaults={
-            "head_dim": 128,
-            "max_position_embeddings": 196608,
-            "num_experts_per_tok": 8,
-            "num_key_value_heads": 8,
-            "num_local_experts": 256,
-            "rope_theta": 5e6,
-        },
     ),
     "Ministral3ForCausalLM": Architecture(
         "Ministral 3 (3B, 8B, 14B) and Devstral 2 (24B, 123B)",
@@ -409,22 +253,30 @@ _ALL_ATTENTION = {  # in all layers
             },
         },
     ),
+    "MinistralForCausalLM": Architecture(
+        "Ministral (8B of 2024)",
+        windows="pattern",
+        requires={"hidden_act": (None, "silu"), "attention_bias": (None, False)},
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+    ),
     "MistralForCausalLM": Architecture(
         "Mistral 7B, Nemo and Small (24B)",
         windows="every layer",
         defaults={"sliding_window": 4096, "num_key_value_heads": 8},
     ),
-    "MixtralForCausalLM": Architecture(
-        "Mixtral (8x7B, 8x22B)",
-        windows="every layer",
-        experts=ExpertNames("intermediate_size", True, "block_sparse_moe", ("w1", "w3", "w2")),
+    "NemotronForCausalLM": Architecture(
+        "Nemotron and Minitron (dense, 4B to 340B)",
+        **LAYER_NORM,
+        norm_offset=1.0,
+        activation="relu2",
+        is_gated=False,
+        keys={"rms_norm_eps": "norm_eps"},
+        reads=("partial_rotary_factor",),
+        requires={"hidden_act": (None, "relu2")},
         defaults={
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.5,
             "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "sliding_window": None,
         },
     ),
     "Olmo2ForCausalLM": Architecture(
@@ -445,13 +297,6 @@ _ALL_ATTENTION = {  # in all layers
             "sliding_window_pattern": 4,
         },
     ),
-    "OlmoeForCausalLM": Architecture(
-        "OLMoE (7B)",
-        qk_norm="all heads",
-        experts=ExpertNames("intermediate_size"),
-        requires={"hidden_act": (None, "silu"), "clip_qkv": (None,)},
-        defaults={"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
-    ),
     "Phi3ForCausalLM": Architecture(
         "Phi-3 and Phi-3.5 (mini, medium), Phi-4 (text)",
         fused=("qkv", "gate_up"),
@@ -470,40 +315,11 @@ _ALL_ATTENTION = {  # in all layers
         windows="layer_types",
         defaults={"use_sliding_window": False},
     ),
-    "Qwen2MoeForCausalLM": Architecture(
-        "Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B)",
-        qkv_bias=True,
-        experts=ExpertNames(
-            shared="shared_expert",
-            shared_size="shared_expert_intermediate_size",
-            has_shared_gate=True,
-        ),
-        requires={"hidden_act": (None, "silu"), "qkv_bias": (None, True)},
-        defaults={
-            "use_sliding_window": False,
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-        },
-    ),
     "Qwen3ForCausalLM": Architecture(
         "Qwen 3 (dense, 0.6B to 32B)",
         qk_norm="head",
         windows="layer_types",
         defaults={"head_dim": 128},
-    ),
-    "Qwen3MoeForCausalLM": Architecture(
-        "Qwen 3 with experts (30B-A3B, 235B-A22B, Coder)",
-        qk_norm="head",
-        experts=ExpertNames(),
-        defaults={
-            "use_sliding_window": False,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 768,
-        },
     ),
     "SeedOssForCausalLM": Architecture(
         "Seed-OSS (36B)",
@@ -526,6 +342,56 @@ _ALL_ATTENTION = {  # in all layers
             "use_sliding_window": False,
         },
     ),
+    "StableLmForCausalLM": Architecture(
+        "StableLM (3B, 2 of 1.6B)",
+        **LAYER_NORM,
+        out_bias=False,
+        keys={"attention_bias": "use_qkv_bias", "rms_norm_eps": "layer_norm_eps"},
+        reads=("partial_rotary_factor",),
+        requires={
+            "hidden_act": (None, "silu"),
+            # As in StableLM 2 12B.
+            "qk_layernorm": (None, False),
+            "use_parallel_residual": (None, False),
+        },
+        defaults={
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 32,
+            "partial_rotary_factor": 0.25,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "Starcoder2ForCausalLM": Architecture(
+        "StarCoder 2 (3B to 15B)",
+        **LAYER_NORM,
+        activation="gelu_pytorch_tanh",
+        is_gated=False,
+        windows="every layer",
+        keys={
+            "attention_bias": "use_bias",
+            "mlp_bias": "use_bias",
+            "rms_norm_eps": "norm_epsilon",
+        },
+        names={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+        requires={"hidden_act": (None, "gelu_pytorch_tanh")},
+        defaults={
+            "attention_bias": True,
+            "max_position_embeddings": 4096,
+            "mlp_bias": True,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "YoutuForCausalLM": Architecture(
+        "Youtu-LLM (2B)",
+        own_code=("modeling_youtu.YoutuModel", "modeling_youtu.YoutuForCausalLM"),
+        latent=True,
+        requires=LATENT_REQUIRES | {"mlp_bias": (None, False)},
+        defaults=LATENT_DEFAULTS
+        | {"q_lora_rank": 1536, "num_key_value_heads": 16, "tie_word_embeddings": True},
+    ),
     "VaultGemmaForCausalLM": Architecture(
         "VaultGemma (1B)",
         **GEMMA_2,
@@ -533,4 +399,4 @@ _ALL_ATTENTION = {  # in all layers
         defaults=GEMMA_2_DEFAULTS,
     ),
 }
-ARCHITECTURES = dict(sorted((_ALL_ATTENTION | HYBRIDS).items()))
+ARCHITECTURES = dict(sorted((_DENSE | MIXTURES | HYBRIDS).items()))

@@ -14,6 +14,7 @@ COHERE: dict[str, Any] = {
     "layer_norm": True,
     "is_parallel": True,
     "pairs_take_turns": True,
+    "keys": {"rms_norm_eps": "layer_norm_eps"},
     "reads": ("logit_scale",),
     "requires": {
         "hidden_act": (None, "silu", "swish"),
@@ -30,6 +31,8 @@ COHERE_DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+# LayerNorm with biases.
+LAYER_NORM: dict[str, Any] = {"layer_norm": True, "norm_bias": True}
 # ERNIE 4.5.
 ERNIE: dict[str, Any] = {
     "pairs_take_turns": True,
@@ -166,6 +169,12 @@ GRANITE_MULTIPLIERS = (
     "residual_multiplier",
     "logits_scaling",
 )
+# Granite with windows and sinks.
+GRANITE_SWA: dict[str, Any] = {
+    "windows": "pattern",
+    "sinks": True,
+    "reads": (*GRANITE_MULTIPLIERS, "layer_rope_theta", "no_rope_layers"),
+}
 GRANITE_EXPERTS = ExpertNames(
     "intermediate_size",
     True,

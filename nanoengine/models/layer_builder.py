@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.config.model import ExpertsConfig, ModelConfig, RopeConfig
-from nanoengine.models.activations import XIELU_SHAPES, Xielu, relu2
+from nanoengine.models.activations import XIELU_SHAPES, Xielu, gelu, relu2
 from nanoengine.models.architecture import (
     CHOICE_BIAS,
     LATENT_NAMES,
@@ -156,7 +156,7 @@ class LayerBuilder:
         return LayerParts(
             qkv=normed(self._ops.linear(projection.weight, projection.bias, fused)),
             attention=attention,
-            out=self._then_normed(out, self._norm_if(layer, names.after_attention)),
+            out=self._then_normed(out, self._norm_after(layer, names.after_attention)),
             mlp=None if index in config.bare_layers else self._mlp(index, layer, before),
             end=self._end(layer),
             is_parallel=self._architecture.is_parallel,
@@ -194,13 +194,14 @@ class LayerBuilder:
             shape.num_kv_heads,
             self._head_norms(prefix),
             architecture.norms_turned,
-            architecture.output_gate,
+            architecture.output_gate or architecture.gate_proj,
             None if sinks is None else sinks.float(),
             shape.values_are_keys,
             config.multipliers.attended,
             architecture.head_gate,
         )
-        return self._qkv(prefix, "qk" if shape.values_are_keys else "qkv"), attention, out
+        parts = ("qk" if shape.values_are_keys else "qkv") + "g" * architecture.gate_proj
+        return self._qkv(prefix, parts), attention, out
 
     def _latent_attention(
         self, index: int, prefix: str
@@ -276,7 +277,8 @@ class LayerBuilder:
 
     def _mlp(self, index: int, layer: str, before_attention: Norm | None) -> Product:
         names, prefix = norms_of(self._config, index), layer + "mlp."
-        norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
+        norm = self._norm_if(layer, names.before_mlp)
+        norm_after = self._norm_after(layer, names.after_mlp)
         if self._architecture.is_parallel:
             norm = before_attention
         gate = self._config.multipliers.gate
@@ -353,8 +355,11 @@ class LayerBuilder:
     def _up(self, prefix: str, norm: Norm | None) -> Product:
         """Of a feed-forward without a gate."""
         weights, biases = self._weights(prefix, ("up",), self._config.mlp_bias)
-        up = self._ops.linear(weights[0], biases[0] if biases else None, norm)
+        fused, normed = self._fused(norm)
+        up = normed(self._ops.linear(weights[0], biases[0] if biases else None, fused))
         activation: Map = relu2
+        if self._architecture.activation == "gelu_pytorch_tanh":
+            activation = gelu
         if self._architecture.activation == "xielu":
             activation = Xielu.of(*(self._numbers(prefix + name) for name in XIELU_SHAPES))
         return lambda x: self._ops.activated(up(x), activation)
@@ -386,11 +391,20 @@ class LayerBuilder:
     def _norm_if(self, prefix: str, name: str) -> Norm | None:
         return self._norm(prefix + name) if name else None
 
+    def _norm_after(self, prefix: str, name: str) -> Norm | None:
+        """Of what is added to the residual stream, which is not divided as the stream is."""
+        norm = self._norm_if(prefix, name)
+        return None if norm is None else replace(norm, eps=self._config.rms_norm_eps)
+
     def _norm(self, name: str) -> Norm:
-        weight, offset = self._numbers(f"{name}.weight"), self._architecture.norm_offset
-        if offset is not None:  # a small weight would be lost beside it in 16 bits
+        architecture = self._architecture
+        weight, offset = self._numbers(f"{name}.weight"), architecture.norm_offset
+        bias = self._numbers_if(architecture.norm_bias, f"{name}.bias")
+        if offset is not None and architecture.layer_norm:  # PyTorch wants the dtype of x
+            weight = weight + offset
+        elif offset is not None:  # a small weight would be lost beside it in 16 bits
             weight = weight.float() + offset
-        return Norm(weight, self._config.rms_norm_eps / self._config.factors.summands**2)
+        return Norm(weight, self._config.rms_norm_eps / self._config.factors.summands**2, bias)
 
 
 def _scaled(embed: Embed, factor: float) -> Embed:

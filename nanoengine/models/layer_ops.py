@@ -164,8 +164,8 @@ class LayerOps(Protocol):
         return run
 
     def layer_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """LayerNorm without a bias (arXiv 1607.06450) of [tokens, dim] in fp32, rounded once."""
-        return functional.layer_norm(x, x.shape[-1:], norm.weight, None, norm.eps)
+        """LayerNorm (arXiv 1607.06450) of [tokens, dim] in fp32, rounded once."""
+        return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Normalise the last dimension of x, [tokens, dim] or [tokens, heads, dim]."""

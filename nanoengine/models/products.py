@@ -37,11 +37,13 @@ class PartedHead(Protocol):
 @dataclass(frozen=True, slots=True)
 class Norm:
     """RMSNorm: x / rms(x) * weight (arXiv 1910.07467), in fp32 until x / rms(x) is rounded to the
-    dtype of the weight. So with a weight in fp32 only the result is rounded.
+    dtype of the weight. So with a weight in fp32 only the result is rounded. bias: LayerNorm's; of
+    the dtype of the weight.
     """
 
     weight: Tensor
     eps: float
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class Shard:
             case "q_b_proj" | "kv_b_proj" | "q_proj" if model.latent is not None:
                 dim = model.latent.kv_dim if kind == "kv_b_proj" else model.latent.query_dim
                 return (_times(self.heads(model.num_heads), dim),)
-            case "q_proj" | "k_proj" | "v_proj" | "qkv_proj":
+            case "q_proj" | "k_proj" | "v_proj" | "qkv_proj" | "g_proj":
                 return self._head_rows(kind, layer, model)
             case "sinks" | "g_proj":
                 return (self.heads(model.num_heads),)
@@ -152,15 +152,17 @@ class Shard:
         return None
 
     def _head_rows(self, kind: str, layer: int, model: ModelConfig) -> tuple[range, ...]:
-        """Of q, k, v or all of them."""
+        """Of q, k, v or all of them, or of a gate."""
         num_kv, dim = model.shape(layer).kv_heads
         kv = _times(self.heads(num_kv), dim)
         if kind in ("k_proj", "v_proj"):
             return (kv,)
         has_gate = ARCHITECTURES[model.architecture].output_gate
         q = _times(self.heads(model.num_heads), dim * (1 + has_gate))
+        if kind in ("q_proj", "g_proj"):
+            return (q,)
         num_q, num_kv = model.num_heads * dim, num_kv * dim
-        return (q,) if kind == "q_proj" else (q, _moved(kv, num_q), _moved(kv, num_q + num_kv))
+        return q, _moved(kv, num_q), _moved(kv, num_q + num_kv)
 
     def _recurrent_rows(self, kind: str, recurrent: AnyRecurrent) -> tuple[range, ...] | None:
         """Of what a recurrent layer has before its last projection."""

@@ -26,7 +26,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that the model needs, by Hugging Face's names."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
-        "model.norm.weight": (config.hidden_size,),
+        **dict(_norm_shapes(config, "model.norm")),
     }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
@@ -68,13 +68,18 @@ def _mtp_shapes(config: ModelConfig) -> Shapes:
     yield f"model.layers.{layer}.{MTP_JOIN}.weight", (hidden, 2 * hidden)
 
 
+def _norm_shapes(config: ModelConfig, name: str) -> Shapes:
+    for part in ("weight", "bias") if ARCHITECTURES[config.architecture].norm_bias else ("weight",):
+        yield f"{name}.{part}", (config.hidden_size,)
+
+
 def _other_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Of the norms and the feed-forward, or experts, of a layer."""
     architecture, prefix = ARCHITECTURES[config.architecture], f"model.layers.{layer}."
     norms, is_bare = norms_of(config, layer), layer in config.bare_layers
     for norm in (norms.before_attention, norms.after_attention) if is_bare else astuple(norms):
         if norm:
-            yield f"{prefix}{norm}.weight", (config.hidden_size,)
+            yield from _norm_shapes(config, f"{prefix}{norm}")
     if architecture.layer_scalar:
         yield f"{prefix}layer_scalar", (1,)
     if is_bare:
@@ -129,6 +134,8 @@ def _attention_shapes(config: ModelConfig, layer: int) -> Shapes:
         qkv |= dict.fromkeys("k" if shape.values_are_keys else "kv", kv_heads)
     if "qkv" in architecture.fused:
         qkv = {"qkv": heads + 2 * kv_heads}
+    if architecture.gate_proj:
+        qkv["g"] = heads
     if architecture.sinks:
         yield f"{part}sinks", (config.num_heads,)
     if architecture.head_gate:

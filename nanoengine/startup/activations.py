@@ -6,7 +6,7 @@ import math
 
 from nanoengine.config.engine import EngineConfig
 from nanoengine.config.model import AnyRecurrent, ModelConfig, ShortConvConfig
-from nanoengine.models.activations import XIELU_BYTES, XIELU_PIECE
+from nanoengine.models.activations import PIECE, PIECE_BYTES
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.draw import MOST_ROWS
 
@@ -38,8 +38,8 @@ def activation_bytes(
     architecture, pieces = ARCHITECTURES[model.architecture], 0
     inner = 4 if architecture.is_gated else 3  # what is as wide as an intermediate size
     feed_forward = inner_size * inner * element_size
-    if architecture.activation == "xielu":
-        pieces = min(num_tokens * inner_size, XIELU_PIECE) * XIELU_BYTES
+    if not architecture.is_gated and architecture.activation != "relu2":
+        pieces = min(num_tokens * inner_size, PIECE) * PIECE_BYTES
     if (experts := model.experts) is not None:
         feed_forward = max(feed_forward, experts.shared_size * inner * element_size)
         each = model.hidden_size * 2 + experts.inner_size * inner

@@ -49,18 +49,20 @@ UNMAPPED = {
 }
 INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3")
 INTERLEAVED += ("granitehybrid", *NEMOTRONS)
-WITH_NORM_OFFSET = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+WITH_NORM_OFFSET = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
+    "AfmoeForCausalLM": "afmoe",
     "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
     "Cohere2ForCausalLM": "cohere2",
     "CohereForCausalLM": "command-r",
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "deepseek2"),
-    "Glm4MoeLiteForCausalLM": "deepseek2",
+    **dict.fromkeys(("Glm4MoeLiteForCausalLM", "YoutuForCausalLM"), "deepseek2"),
     "Dots1ForCausalLM": "dots1",
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "Exaone4ForCausalLM": "exaone4",
+    "ExaoneMoeForCausalLM": "exaone-moe",
     "FalconH1ForCausalLM": FALCON,
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
@@ -68,7 +70,7 @@ ARCHITECTURES = {
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4",
     "Glm4ForCausalLM": "glm4",
-    "Glm4MoeForCausalLM": "glm4moe",
+    **dict.fromkeys(("Glm4MoeForCausalLM", "SolarOpenForCausalLM"), "glm4moe"),
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
     "GraniteMoeForCausalLM": "granitemoe",
@@ -76,6 +78,7 @@ ARCHITECTURES = {
     "GraniteMoeSharedForCausalLM": "granitemoe",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
+    "Jais2ForCausalLM": "jais2",
     "KimiLinearForCausalLM": "kimi-linear",
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2moe",
@@ -84,6 +87,7 @@ ARCHITECTURES = {
     "Ministral3ForCausalLM": "mistral3",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
+    "NemotronForCausalLM": "nemotron",
     "NemotronHForCausalLM": "nemotron_h",
     **dict.fromkeys(("Olmo2ForCausalLM", "Olmo3ForCausalLM"), "olmo2"),
     "OlmoeForCausalLM": "olmoe",
@@ -97,10 +101,18 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": "qwen35moe",
     "SeedOssForCausalLM": "seed_oss",
     "SmolLM3ForCausalLM": "smollm3",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
+# Keys of an eps, as in conversion/base.py.
+LAYER_NORMS = dict.fromkeys(
+    ("jais2", "nemotron", "stablelm", "starcoder2"), ("layer_norm_eps", "norm_epsilon", "norm_eps")
+)
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 2.0}
 SCALINGS: dict[str, dict[str, Any]] = {
+    "afmoe": {},
     "arcee": YARN,
+    "exaone-moe": {"type": "none"},
     "exaone4": {},
     "gemma3": {},
     "gpt-oss": YARN,
@@ -113,7 +125,16 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "qwen2": YARN,
     "smollm3": {},
 }
-WITH_WINDOWS = ("exaone4", "gemma3", "gpt-oss", "mistral-window", "mixtral", "olmo3")
+WITH_WINDOWS = (
+    "afmoe",
+    "exaone-moe",
+    "exaone4",
+    "gemma3",
+    "gpt-oss",
+    "mistral-window",
+    "mixtral",
+    "olmo3",
+)
 
 
 class Names:
@@ -163,6 +184,14 @@ class GGUFModel:
             self.config |= usual_keys(self.config)
         if self.arch == "kimi-linear":
             self.config |= _usual_keys_of_kimi(self.config)
+        if self.arch in ("afmoe", "exaone-moe"):
+            self.config["n_shared_experts"] = self.config["num_shared_experts"]
+        if self.arch == "afmoe":
+            self.config |= {
+                "first_k_dense_replace": self.config["num_dense_layers"],
+                "routed_scaling_factor": self.config["route_scale"],
+                **{"n_group": None, "topk_group": None, "norm_topk_prob": True},
+            }
         self.types: dict[str, QuantType] = {}
         self.alignment: int | None = None
         self.names = Names(self.arch, self.config["num_hidden_layers"] + 1)
@@ -370,8 +399,9 @@ class GGUFModel:
                 "tokenizer.ggml.add_bos_token": True,
                 "tokenizer.chat_template": "{{ messages[0]['content'] }}",
             }
-            | (_of_cohere(config, arch) if "layer_norm_eps" in config else {})
+            | (_of_cohere(config, arch) if "logit_scale" in config else {})
             | (_of_gemma2(config) if arch == "gemma2" else {})
+            | (_of_layer_norm(config, arch) if arch in LAYER_NORMS else {})
             | (_of_gemma4(config) if arch == "gemma4" else {})
             | (_of_ernie(config) if arch == "ernie4_5-moe" else {})
             | (_of_granite(config, arch) if arch.startswith("granite") else {})
@@ -537,6 +567,15 @@ def _of_cohere(config: dict[str, Any], arch: str) -> dict[str, Any]:
     return {f"{arch}.{key}": value for key, value in settings.items()}
 
 
+def _of_layer_norm(config: dict[str, Any], arch: str) -> dict[str, Any]:
+    """In place of the eps of RMSNorm."""
+    eps = next(config[key] for key in LAYER_NORMS[arch] if key in config)
+    settings: dict[str, Any] = {f"{arch}.attention.layer_norm_epsilon": eps}
+    if arch == "stablelm":
+        settings["stablelm.use_parallel_residual"] = config["use_parallel_residual"]
+    return settings
+
+
 def _take_activations_out(model: GGUFModel) -> None:
     """What llama.cpp's converter does with them (ApertusModel in its apertus.py), and the RoPE of
     Llama 3 (LlamaModel.generate_extra_tensors in its llama.py).
@@ -633,7 +672,7 @@ def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
     rope = model.config["rope_parameters"]
     if model.config.get("sliding_window") and name in WITH_WINDOWS:
         model.settings[f"{model.arch}.attention.sliding_window"] = model.config["sliding_window"]
-    if name in ("exaone4", "olmo3"):
+    if name in ("afmoe", "exaone-moe", "exaone4", "olmo3"):
         kinds = [kind == "sliding_attention" for kind in model.config["layer_types"]]
         model.settings[f"{model.arch}.attention.sliding_window_pattern"] = kinds
     if "sliding_attention" in rope:

@@ -84,13 +84,15 @@ HYBRID = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-LATENT = {
+DENSE_LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
     "q_lora_rank": 40,
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 24,
     "v_head_dim": 20,
+}
+LATENT = DENSE_LATENT | {
     "n_routed_experts": 6,
     "num_experts_per_tok": 3,
     "n_shared_experts": 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # First: it sets what the libraries read at import.
 from tiny_model import (
+    DENSE_LATENT,
     FALCON_H1,
     GRANITE,
     GRANITE_HYBRID,
@@ -42,6 +43,11 @@ TINY: dict[str, TinyModel] = {
         },
         seed=104,
     ),
+    # LayerNorm with biases, an eps that matters, and feed-forwards without a gate.
+    "jais2": TinyModel("jais2", {"layer_norm_eps": 0.02}, seed=130),
+    "nemotron": TinyModel("nemotron", {"norm_eps": 0.02, "attention_bias": True}, seed=131),
+    "starcoder2": TinyModel("starcoder2", {"norm_epsilon": 0.02}, seed=132),
+    "stablelm": TinyModel("stablelm", {"layer_norm_eps": 0.02, "use_qkv_bias": True}, seed=133),
     "llama-rope-llama3": TinyModel(settings={"rope_parameters": LLAMA3_ROPE}, seed=3),
     "llama-rope-linear": TinyModel(settings={"rope_parameters": LINEAR_ROPE}, seed=4),
     # The weights of "llama" in several files.
@@ -67,6 +73,30 @@ TINY: dict[str, TinyModel] = {
         },
         seed=21,
     ),
+    # The last layer sees everything, and turns as the others do.
+    "ministral": TinyModel(
+        "ministral",
+        {
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        seed=120,
+    ),
+    "cwm": TinyModel(
+        "cwm",
+        {
+            "sliding_window": 13,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": LLAMA3_ROPE,
+        },
+        seed=121,
+    ),
+    # The numbers of a pair are neighbours.
+    "helium": TinyModel("helium", {"rms_norm_eps": 0.02}, seed=122),
+    # Norms on both sides of what is added, with a factor, and an eps that matters.
+    "hyperclovax": TinyModel("hyperclovax", {**GRANITE, "rms_norm_eps": 0.02}, seed=123),
+    # Latent attention, and feed-forwards alone.
+    "youtu": TinyModel("youtu", DENSE_LATENT, seed=124),
     "seed-oss": TinyModel("seed_oss", {"hidden_size": 48, "head_dim": 32}, seed=22),
     "mistral": TinyModel("mistral", {"sliding_window": None}, seed=7),
     # A dense layer between two with experts, whose size is no multiple of a vector.
@@ -127,6 +157,29 @@ TINY: dict[str, TinyModel] = {
         },
         seed=105,
     ),
+    # Sinks and windows; the layer that sees everything does not turn.
+    "granite-swa": TinyModel(
+        "granite_swa",
+        {
+            **GRANITE,
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "layer_rope_theta": [500.0, 0, 500.0],
+        },
+        seed=134,
+    ),
+    "granite-moe-swa": TinyModel(
+        "granitemoe_swa",
+        {
+            **GRANITE,
+            "num_local_experts": 5,
+            "intermediate_size": 40,
+            "shared_intermediate_size": 24,
+            "sliding_window": 13,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+        seed=135,
+    ),
     "minimax-m2": TinyModel(
         "minimax_m2",
         {
@@ -149,6 +202,70 @@ TINY: dict[str, TinyModel] = {
             "routed_scaling_factor": 1.7,
         },
         seed=107,
+    ),
+    # Each kind of layer turns by a theta of its own.
+    "mellum": TinyModel(
+        "mellum",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": YARN_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        seed=125,
+    ),
+    # What is attended to has a gate of its own product; embeddings are scaled.
+    "afmoe": TinyModel(
+        "afmoe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "route_scale": 1.7,
+            "mup_enabled": True,
+            "sliding_window": 13,
+            "global_attn_every_n_layers": 2,
+            "rms_norm_eps": 0.02,
+        },
+        seed=129,
+    ),
+    # A dense layer first; the last one does not turn.
+    "exaone-moe": TinyModel(
+        "exaone_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "n_group": 3,
+            "topk_group": 2,
+            "sliding_window": 13,
+            "sliding_window_pattern": 3,
+        },
+        seed=126,
+    ),
+    "solar-open": TinyModel(
+        "solar_open",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+        },
+        seed=127,
+    ),
+    # Norms behind attention and experts alone, and over all heads of q and of k.
+    "flex-olmo": TinyModel(
+        "flex_olmo",
+        {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32},
+        seed=128,
     ),
     "olmoe": TinyModel(
         "olmoe",

@@ -42,9 +42,11 @@ NAMES += ("ernie", "ernie-moe", "exaone4", "exaone4-full", "glm4", "granite", "g
 NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "lfm2", "lfm2-moe")
 NAMES += ("kimi-linear", "ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
 NAMES += ("cohere", "cohere2", "dots1", "falcon-h1", "granite-moe-shared", "minimax-m2")
-NAMES += ("gemma", "gemma2", "olmo2", "olmo3")
+NAMES += ("gemma", "gemma2", "olmo2", "olmo3", "exaone-moe", "solar-open", "youtu")
+NAMES += ("afmoe", "jais2", "nemotron", "stablelm", "starcoder2")
 BY_DEFAULT = (
     *NAMES[:2],
+    "afmoe",
     "apertus",
     "arcee",
     "cohere2",
@@ -66,7 +68,10 @@ BY_DEFAULT = (
     "gemma",
     "gemma2",
     "gemma4-shared",
+    "nemotron",
     "olmo3",
+    "stablelm",
+    "youtu",
 )
 PROMPTS = [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
 quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
@@ -74,7 +79,7 @@ quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
 
 def model_of(folder: Path, name: str) -> GGUFModel:
     model = GGUFModel(folder)
-    if name in ("deepseek-v3", "kimi-linear"):
+    if name in ("deepseek-v3", "kimi-linear", "youtu"):
         keys_and_values_apart(model)
     return with_scaling(model, name) if name in SCALINGS else model
 

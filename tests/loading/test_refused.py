@@ -23,7 +23,7 @@ KINDS = {
     "a mixture of experts": (
         "gpt-oss "
         "DeepseekForCausalLM DeepseekV32ForCausalLM deepseek2 Llama4ForCausalLM "
-        "PhiMoEForCausalLM GraniteMoeSwaForCausalLM qwen2moe"
+        "PhiMoEForCausalLM qwen2moe"
     ),
     "recurrent or linear attention": (
         "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM qwen35 MambaForCausalLM mamba2 "
@@ -40,7 +40,7 @@ KINDS = {
     "generates no text": "BertModel bert RobertaForMaskedLM Qwen3ForSequenceClassification",
     "another Gemma": "Gemma3nForCausalLM gemma3n",
     "Phi-1 or Phi-2": "PhiForCausalLM phi2",
-    "is not supported; run it": "GPT2LMHeadModel OlmoForCausalLM StableLmForCausalLM",
+    "is not supported; run it": "GPT2LMHeadModel OlmoForCausalLM FalconForCausalLM",
 }
 
 

@@ -38,7 +38,7 @@ def test_guesses_change_no_token(tiny: Callable[[str], Path], name: str, draft: 
 
 @pytest.mark.parametrize("piece", [7, 1 << 20])
 def test_xielu_is_transformers_own(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(activations, "XIELU_PIECE", piece)
+    monkeypatch.setattr(activations, "PIECE", piece)
     theirs = XIELUActivation(1.3, 0.9, dtype=torch.float32)
     theirs.eps.fill_(-0.05)
     x = torch.cat((torch.randn(1000) * 3, torch.tensor([0.0, -0.0, -1e-7, 1e-7, -0.05, -80, 80])))

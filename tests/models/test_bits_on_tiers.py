@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 from driver import assert_tiers_agree
-from marks import needs_compiler
+from marks import named, needs_compiler
 from replays import watch_replays
 from tiers import LAYOUTS, run
 
 DENSE = ("apertus", "arcee", "exaone4", "ernie", "gemma2", "gemma3", "gemma3-softcap", "glm4")
 DENSE += ("cohere2", "falcon-h1", "granite", "hunyuan", "lfm2", "ministral3")
-HYBRIDS = ("bamba", "lfm3", "olmo-hybrid", "nemotron-h-latent")
+NEWER = (
+    *("afmoe", "hyperclovax", "nemotron", "stablelm", "starcoder2", "youtu", "mellum"),
+    *("exaone-moe", "bamba", "lfm3", "olmo-hybrid", "nemotron-h-latent"),
+)
 EXPERTS = (
     "dots1",
     "granite-moe-shared",
@@ -33,8 +36,7 @@ EXPERTS = (
 @needs_compiler
 @pytest.mark.usefixtures("our_products")
 @pytest.mark.parametrize(
-    "name",
-    [*DENSE, *EXPERTS, *(pytest.param(name, marks=pytest.mark.breadth) for name in HYBRIDS)],
+    "name", named({name: name for name in (*DENSE, *EXPERTS, *NEWER)}, *DENSE, *EXPERTS)
 )
 def test_every_tier_has_the_same_bits_and_decode_steps_are_replayed(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str

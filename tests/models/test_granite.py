@@ -195,3 +195,31 @@ def test_a_feed_forward_may_stand_beside_the_experts(tmp_path: Path, size: int) 
     assert experts is not None and experts.renormalises
     assert (experts.count, experts.top_k, experts.inner_size) == (62, 10, 512)
     assert experts.shared_size == size
+
+
+SWA: dict[str, Any] = PUBLISHED | {  # the form of ibm-granite/granite-swash-2b
+    "architectures": ["GraniteSWAForCausalLM"],
+    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 10,
+    "model_type": "granite_swa",
+    "sliding_window": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("thetas", "no_rope", "theta"),
+    [(None, (), 1e7), ([5e5] * 40, (), 5e5), ([0, 5e5, 5e5, 5e5] * 10, (*range(0, 40, 4),), 5e5)],
+)
+def test_layers_of_theta_0_do_not_turn(
+    tmp_path: Path, thetas: Any, no_rope: tuple[int, ...], theta: float
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SWA | {"layer_rope_theta": thetas}))
+    config = read_model_config(tmp_path)
+    assert (config.no_rope_layers, config.rope.theta) == (no_rope, theta)
+    assert config.windows == (None, 128, 128, 128) * 10
+
+
+@pytest.mark.parametrize("thetas", [[1e4, 5e5] * 20, [1e4] * 39, ["x"] * 40, [[]] * 40, 5])
+def test_several_thetas_are_refused(tmp_path: Path, thetas: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SWA | {"layer_rope_theta": thetas}))
+    with pytest.raises(UnsupportedModelError, match=r"'layer_rope_theta' is .*each of 40 layers"):
+        read_model_config(tmp_path)

@@ -22,7 +22,8 @@ from nanoengine.models.shard import UNIT, WHOLE, Shard
 from nanoengine.models.weight_shapes import weight_shapes
 
 SPLIT = re.compile(
-    r"(q|k|v|qkv|q_b|kv_b|f_b|g_b|g|o|gate|up|gate_up|down|out|fc2_latent)_proj\.|^lm_head\.|\.sinks$"
+    r"(q|k|v|g|qkv|q_b|kv_b|f_b|g_b|o|gate|up|gate_up|down|out|fc2_latent)_proj\."
+    r"|^lm_head\.|\.sinks$"
     r"|in_proj(?!_f_a|_g_a)|conv1d|A_log|dt_bias"
     r"|linear_attn\.D$|per_layer_(model_projection|input_gate|projection)\.|embed_tokens_per_layer"
 )

@@ -178,6 +178,13 @@ GPT_4O = (
 )
 NO_HAN = r"(?:(?!\p{Han})"
 PATTERNS = {
+    # As llama.cpp has it; digits are grouped by code there (unicode_regex_split_custom_afmoe).
+    "afmoe": (
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?:\P{N}|$))",
+        r"[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
     "deepseek-coder": (
         r"[\r\n]",
         r"\s?\p{L}+",
@@ -199,8 +206,13 @@ PATTERNS = {
         r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
+    "exaone-moe": rf"{ENDINGS}|{LETTER}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
     "glm4": rf"{ENDINGS}|{LETTER}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}",
     "gpt-4o": GPT_4O,
+    "jais-2": rf"{ENDINGS}|{LETTER}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)"
+    r"|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}",
     # Written with && there.
     "kimi-k2": r"[\p{Han}]+"
     rf"|{LETTER}{NO_HAN}[\p{{Lu}}\p{{Lt}}{ANY}])*{NO_HAN}[{SMALL}])+{ENDINGS}?"
@@ -228,6 +240,9 @@ PATTERNS = {
 WORDS = (
     "x：y。z 漢字かな カナ αβ dž _go (a) 12345 a\u3000b"
     + "I'LL pay ÉTÉ123456/\n//\n\n  don'T Éa ऻक़ 각4 \r\n x\t\ty HTMLParser's a\u0301b "
+    + " " * 7
+    + "x"
+    + " " * 21
 )
 
 

@@ -9,7 +9,9 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 
 QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe")
-SCALED_EXPERTS = ("deepseek2", "dots1", "glm4moe", "kimi-linear", "nemotron_h_moe")
+SCALED_EXPERTS = (
+    *("afmoe", "deepseek2", "dots1", "exaone-moe", "glm4moe", "kimi-linear", "nemotron_h_moe"),
+)
 WITH_EXPERTS = (
     *("ernie4_5-moe", "gemma4", "gpt-oss", "granitehybrid", "granitemoe", "hunyuan-moe"),
     *("lfm2moe", "llama", "minimax-m2", "olmoe", *QWEN_EXPERTS, *SCALED_EXPERTS),

@@ -8,6 +8,7 @@ from nanoengine.models.architecture import MTP_JOIN, MTP_NORMS
 GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
     "token_embd_norm.weight": "model.embedding_norm.weight",  # LFM2's, behind the last layer
     "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
@@ -101,6 +102,13 @@ _LFM2_NAMES = _LAYER_NAMES | {
 _NEWER_NAMES = _LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"}
 _NORMS_AFTER_NAMES = _NEWER_NAMES | {"post_ffw_norm": "post_feedforward_layernorm"}
 _NAMES = {
+    "afmoe": _LAYER_NAMES
+    | {
+        "attn_gate": "self_attn.g_proj",
+        "ffn_norm": "pre_mlp_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
     "deepseek2": _LATENT_NAMES,
     "apertus": _LAYER_NAMES
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},

@@ -39,14 +39,16 @@ from nanoengine.loading.gguf.short_convs import LFM2, kv_heads, short_conv_setti
 from nanoengine.loading.refused import about_architecture
 
 ARCHITECTURES = {
+    "afmoe": "AfmoeForCausalLM",
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "command-r": "CohereForCausalLM",
-    "deepseek2": "DeepseekV2ForCausalLM",  # DeepSeek-V3 and GLM 4.7 Flash, too
+    "deepseek2": "DeepseekV2ForCausalLM",  # DeepSeek-V3, GLM 4.7 Flash and Youtu-LLM, too
     "dots1": "Dots1ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
+    "exaone-moe": "ExaoneMoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "falcon-h1": "FalconH1ForCausalLM",
     "gemma": "GemmaForCausalLM",
@@ -54,19 +56,21 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
     "glm4": "Glm4ForCausalLM",
-    "glm4moe": "Glm4MoeForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",  # Solar Open, too
     "gpt-oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitehybrid": "GraniteMoeHybridForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM",
     "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
+    "jais2": "Jais2ForCausalLM",
     "kimi-linear": "KimiLinearForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
     "minimax-m2": "MiniMaxM2ForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
+    "nemotron": "NemotronForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "nemotron_h_moe": "NemotronHForCausalLM",
     "olmo2": "Olmo2ForCausalLM",  # OLMo 3, too
@@ -86,23 +90,29 @@ ARCHITECTURES = {
     "qwen3next": "Qwen3_5MoeForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
 }
 # What no key of a GGUF says: llama.cpp has it in its code.
 FIXED_SETTINGS: dict[str, dict[str, Any]] = {
+    "afmoe": {"mup_enabled": True},
     "apertus": {"hidden_act": "xielu"},
     "arcee": {"hidden_act": "relu2"},
     "command-r": {"model_type": "cohere"},
     "deepseek2": {"model_type": "deepseek_v2"},
     "ernie4_5-moe": {"model_type": "ernie4_5_moe"},
+    "exaone-moe": {"model_type": "exaone_moe"},
     "gemma": {"hidden_act": "gelu_pytorch_tanh"},
     "glm4moe": {"model_type": "glm4_moe"},
     "gpt-oss": {"model_type": "gpt_oss"},
     "hunyuan-dense": {"model_type": "hunyuan_v1_dense"},
     "hunyuan-moe": {"model_type": "hunyuan_v1_moe"},
+    "jais2": {"hidden_act": "relu2"},
     "kimi-linear": {"model_type": "kimi_linear"},
     "lfm2moe": {"model_type": "lfm2_moe"},
     "minimax-m2": {"model_type": "minimax_m2"},
     "mistral3": {"model_type": "ministral3"},
+    "nemotron": {"hidden_act": "relu2"},
     "olmoe": {"norm_topk_prob": False},
     "qwen2moe": {"model_type": "qwen2_moe", "norm_topk_prob": False},
     "qwen2vl": {"model_type": "qwen2"},
@@ -114,14 +124,18 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3next": {"model_type": "qwen3_5_moe_text"},
     "seed_oss": {"model_type": "seed_oss", "attention_bias": True},
     "smollm3": {"no_rope_layer_interval": 4},
+    "starcoder2": {"hidden_act": "gelu_pytorch_tanh"},
 }
+ROTATE_IN_WINDOWS = ("afmoe", "exaone-moe", "exaone4")
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
-MAY_TURN_A_PART = ("glm4", "glm4moe", "minimax-m2", "phi3", *HYBRIDS)
+MAY_TURN_A_PART = ("glm4", "glm4moe", "minimax-m2", "nemotron", "phi3", "stablelm", *HYBRIDS)
 WITH_WINDOWS = (
-    *("cohere2", "exaone4", "gemma2", "gemma3", "gemma4", "gpt-oss", "llama", "olmo2", "phi3"),
+    *("cohere2", *ROTATE_IN_WINDOWS, "gemma2", "gemma3", "gemma4", "gpt-oss", "llama", "olmo2"),
+    "phi3",
 )
 GRANITES = ("granite", "granitehybrid", "granitemoe")
 COHERES = ("cohere2", "command-r")
+LAYER_NORMS = ("jais2", "nemotron", "stablelm", "starcoder2")
 # Of generation_config.json: its key in a GGUF.
 SAMPLING = {
     "temperature": "general.sampling.temp",
@@ -188,7 +202,7 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
     if not 0 < num_layers <= len(stored):
         raise CorruptModelError(f"{metadata.path}: {num_layers} layers of {len(stored)} tensors")
     settings = dict(FIXED_SETTINGS.get(metadata.architecture, {}))
-    biased = "q" if metadata.architecture == "glm4" else "output"
+    biased = "q" if metadata.architecture in ("glm4", "stablelm") else "output"
     if metadata.architecture in MAY_TURN_A_PART:
         settings["partial_rotary_factor"] = turned_part(turned, head_dim)
     if metadata.architecture == "gemma2":
@@ -199,6 +213,9 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
         settings |= granite_settings(metadata, head_dim)
     if metadata.architecture in COHERES:
         settings |= cohere_settings(metadata, num_layers)
+    elif metadata.architecture in LAYER_NORMS:
+        settings["rms_norm_eps"] = metadata.real("attention.layer_norm_epsilon")
+        settings["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in stored
     else:
         settings["rms_norm_eps"] = metadata.real("attention.layer_norm_rms_epsilon")
     return {
@@ -266,8 +283,6 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         return phi3_settings(metadata)
     if metadata.architecture in ("gemma4", *HYBRIDS_OF_MAMBA):
         return {}
-    if metadata.architecture == "exaone4":
-        return exaone_settings(metadata, num_layers)
     if metadata.architecture == "olmo2":
         return olmo_settings(metadata, num_layers)
     if metadata.architecture in LFM2:
@@ -277,9 +292,15 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         settings = recurrent_settings(metadata, stored, num_layers)
     if metadata.architecture == "kimi-linear":
         settings = kimi_settings(metadata, stored, num_layers)
+    if metadata.architecture in ROTATE_IN_WINDOWS:
+        settings = exaone_settings(metadata, num_layers)
+    if metadata.architecture == "deepseek2" and not metadata.count("expert_count"):
+        return {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"}
     if metadata.count("expert_count"):
         return settings | experts_settings(metadata, stored, num_layers)
-    if metadata.window() and metadata.architecture not in ("cohere2", "gemma2", "gemma3"):
+    if metadata.window() and metadata.architecture not in (
+        *("cohere2", "exaone4", "gemma2", "gemma3"),
+    ):
         return mistral_settings(metadata, stored)
     return settings
 

@@ -62,6 +62,27 @@ WORD_PATTERNS: dict[str, tuple[str, ...]] = {
         "[\u0800-\u9fa5\uac00-\ud7ff]+",
         r"\p{N}",
     ),
+    "jais-2": (
+        _CONTRACTION
+        + _LETTERS
+        + r"\p{N}{1,3}"
+        + _REST.removesuffix(r"|\s+(?!\S)|\s+")
+        + "".join(rf"|\s{{{2**i}}}(?!\S)" for i in range(9, 1, -1))
+        + r"|\s{1,2}(?!\S)|\s",
+    ),
+    "exaone-moe": (
+        _CONTRACTION
+        + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+    ),
+    "afmoe": (
+        r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+        "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
+        "\u0e40-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af"
+        "\u1100-\u11ff]+",
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
     # What llama.cpp takes for files without a name.
     "default": (
         r"[\p{P}\$\+<=>\^~\|]+",
