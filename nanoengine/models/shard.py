@@ -141,9 +141,11 @@ class Shard:
             case "q_b_proj" | "kv_b_proj" | "q_proj" if model.latent is not None:
                 dim = model.latent.kv_dim if kind == "kv_b_proj" else model.latent.query_dim
                 return (_times(self.heads(model.num_heads), dim),)
+            case "g_proj" if ARCHITECTURES[model.architecture].head_gate:
+                return (self.heads(model.num_heads),)
             case "q_proj" | "k_proj" | "v_proj" | "qkv_proj" | "g_proj":
                 return self._head_rows(kind, layer, model)
-            case "sinks" | "g_proj":
+            case "sinks":
                 return (self.heads(model.num_heads),)
             case "per_layer_input_gate":
                 return (self.part(model.layer_input_size),)
