@@ -112,7 +112,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         ("'max_new_tokens'", "here it is max_tokens"),
     ),
     "10 do_sample in a dict": (
-        lambda b: b.llm.generate("a", {"do_sample": True}),
+        lambda b: b.llm.generate("a", {"do_sample": False}),
         ("'do_sample'", "temperature=0 takes the likeliest token"),
     ),
     "11 guided_json": (
@@ -164,7 +164,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     "19 download_dir": (lambda b: b.loaded(download_dir="x"), ("HF_HUB_CACHE",)),
     "20 n_ctx": (lambda b: b.loaded(n_ctx=4096), ("here it is max_model_len",)),
     "20 n_gpu_layers": (
-        lambda b: b.loaded(n_gpu_layers=-1),
+        lambda b: b.loaded(n_gpu_layers=20),
         ("layers do not split", "enable_cpu_offload=True"),
     ),
     "21 too few GPUs": (
@@ -264,7 +264,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         ("1 of 2 requests failed", "outputs[1].error: token id 10000000 is outside the vocabulary"),
     ),
     "34 revision": (
-        lambda b: b.loaded(revision="main"),
+        lambda b: b.loaded(revision="v2"),
         ("main revision", "hf download MODEL --revision REVISION"),
     ),
     "35 part of a GGUF": (

@@ -33,9 +33,14 @@ def broken(batch: Batch, parts: str, number: float, num_keys: int) -> Batch:
 @pytest.mark.parametrize("built_as", BUILT_AS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("num_queries", [101, 5])
+@pytest.mark.parametrize(("num_queries", "softcap"), [(101, None), (5, None), (5, 3.0)])
 def test_they_reach_the_rows_that_see_them(
-    build_folder: Path, built_as: str, dtype: torch.dtype, window: int | None, num_queries: int
+    build_folder: Path,
+    built_as: str,
+    dtype: torch.dtype,
+    window: int | None,
+    num_queries: int,
+    softcap: float | None,
 ) -> None:
     kernels = CpuKernels.load(build_folder, BUILT_AS[built_as])
     q_lens = [num_queries, *OTHERS]
@@ -43,12 +48,13 @@ def test_they_reach_the_rows_that_see_them(
     def batch() -> Batch:
         return make_batch(q_lens, KV_LENS, dtype=dtype, block_size=BLOCK)
 
-    want = bits(attended(kernels, batch(), window, None))
+    want = bits(attended(kernels, batch(), window, None, softcap))
     for parts, number, num_keys in (
         *(("k", torch.nan, BLOCK), ("k", torch.nan, 1), ("v", torch.nan, 1)),
         *(("kv", torch.nan, BLOCK), ("v", torch.inf, 3)),
     ):
-        got = attended(kernels, broken(batch(), parts, number, num_keys), window, None)
+        pools = broken(batch(), parts, number, num_keys)
+        got = attended(kernels, pools, window, None, softcap)
         for length, rows in zip(KV_LENS[:2], got[-1].split(q_lens), strict=False):
             at = torch.arange(length - len(rows), length)
             sees = (at >= FIRST) & (at < FIRST + (window or length))
