@@ -274,7 +274,7 @@ def test_streamed_requests_rest_beside_resident_ones_and_nobody_starves(
     mib = budget * block_bytes / (1 << 20)
     driver = make_driver(path, device=30, host=400, stream_mib_per_step=mib)
     prompts = [some_ids(20, 200), some_ids(21, 280), some_ids(22, 6)]
-    numbers = [16, 16, 60]
+    numbers = [48, 48, 90]
     ids = list(map(driver.engine.add_request, prompts, map(greedy, numbers)))
     scheduler, kv = driver.engine.scheduler, driver.engine.kv
     while scheduler.waiting or any(seq.is_prefill for seq in scheduler.running):
