@@ -118,40 +118,69 @@ INLINE void bytes_of(block_t b, int64_t g, const int format, vu *codes) {
     }
 }
 
+/* acc[r][c] = or += rows x by the codes of a group of AT_ONCE vectors of outputs. */
+INLINE void add_rows(const scales_t *scales, vu codes[][8], const rounded_t *x, int64_t rows, float *acc,
+                     const int is_first, const int format) {
+    const int halves = format == Q6_K ? 2 : 1, words = 8 / halves;
+    for (int64_t r = 0; r < rows; r++, x++, acc += PANEL) {
+        vi sums[2][AT_ONCE];
+        vf s[AT_ONCE];
+        UNROLL for (int h = 0; h < halves; h++) {
+            UNROLL for (int v = 0; v < AT_ONCE; v++) sums[h][v] = splat_i(x->begins[h]);
+            dot_codes(codes, h * words, x->codes + 4 * h * words, words, format, sums[h]);
+        }
+        UNROLL for (int v = 0; v < AT_ONCE; v++) s[v] = is_first ? (vf){0} : load(acc + v * LANES);
+        UNROLL for (int h = 0; h < halves; h++)
+            UNROLL for (int v = 0; v < AT_ONCE; v++)
+                s[v] = fused(scales[v].d[h] * x->scale, __builtin_convertvector(sums[h][v], vf), s[v]);
+        UNROLL for (int v = 0; v < AT_ONCE; v++) {
+            if (has_minima(format)) s[v] = fused(scales[v].m[0], splat(x->sum), s[v]);
+            store(acc + v * LANES, s[v]);
+        }
+    }
+}
+
+/* Which bits hold a group's codes and scales depends on its number in its block: where the compiler knows that,
+ * shifts and masks are constants. */
+#if LANES == 16
+#define EACH_GROUP UNROLL
+#else
+#define EACH_GROUP
+#endif
+/* Nothing moves across: GCC would unpack many groups of a block at once, for which it lacks registers. */
+INLINE void keep_groups_apart(const int format) {
+    if (FORMAT[format].weights > GROUP) __asm__ volatile("" : : : "memory");
+}
+
+/* As add_rows, of group g of the blocks b: its codes stay in registers while the rows pass by. */
+INLINE void add_group(const block_t *b, const int g, const rounded_t *x, int64_t rows, float *acc, int is_first,
+                      const int format) {
+    scales_t scales[AT_ONCE];
+    vu codes[AT_ONCE][8];
+    keep_groups_apart(format);
+    UNROLL for (int v = 0; v < AT_ONCE; v++) {
+        scales[v] = scales_of(b[v], g, format);
+        bytes_of(b[v], g, format, codes[v]);
+    }
+    keep_groups_apart(format);
+    if (is_first) add_rows(scales, codes, x, rows, acc, 1, format);
+    else add_rows(scales, codes, x, rows, acc, 0, format);
+}
+
 /* acc[r][c] = rows x of the outputs [column, column + columns) of a panel. x: [groups][rows]. */
 INLINE void multiply_rounded(const char *panel, int64_t groups, int64_t column, int64_t columns,
                              const rounded_t *x, int64_t rows, float *acc, const int format) {
-    const int64_t per_block = FORMAT[format].weights / GROUP;
-    const int halves = format == Q6_K ? 2 : 1, words = 8 / halves;
+    const int per_block = (int)(FORMAT[format].weights / GROUP);
+    const int64_t part = group_bytes(format) * AT_ONCE * LANES / columns;
     const char *next = panel + CODES_AHEAD;
-    for (int64_t group = 0; group < groups; group++, x += rows)
+    for (int64_t group = 0; group < groups; group += per_block, x += per_block * rows)
         for (int64_t c = 0; c < columns; c += AT_ONCE * LANES) {
-            next = prefetch_part(next, group_bytes(format) * AT_ONCE * LANES / columns);
-            scales_t scales[AT_ONCE];
-            vu codes[AT_ONCE][8];
-            UNROLL for (int v = 0; v < AT_ONCE; v++) {
-                const block_t b = block_at(panel, group / per_block, column + c + v * LANES, format);
-                scales[v] = scales_of(b, group % per_block, format);
-                bytes_of(b, group % per_block, format, codes[v]);
-            }
-            for (int64_t r = 0; r < rows; r++) {
-                float *to = acc + r * PANEL + c;
-                vi sums[2][AT_ONCE];
-                vf s[AT_ONCE];
-                UNROLL for (int h = 0; h < halves; h++) {
-                    UNROLL for (int v = 0; v < AT_ONCE; v++) sums[h][v] = splat_i(x[r].begins[h]);
-                    dot_codes(codes, h * words, x[r].codes + 4 * h * words, words, format, sums[h]);
-                }
-                UNROLL for (int v = 0; v < AT_ONCE; v++) s[v] = group ? load(to + v * LANES) : (vf){0};
-                UNROLL for (int h = 0; h < halves; h++)
-                    UNROLL for (int v = 0; v < AT_ONCE; v++) {
-                        const vf scale = scales[v].d[h] * x[r].scale;
-                        s[v] = fused(scale, __builtin_convertvector(sums[h][v], vf), s[v]);
-                    }
-                UNROLL for (int v = 0; v < AT_ONCE; v++) {
-                    if (has_minima(format)) s[v] = fused(scales[v].m[0], splat(x[r].sum), s[v]);
-                    store(to + v * LANES, s[v]);
-                }
+            block_t b[AT_ONCE];
+            UNROLL for (int v = 0; v < AT_ONCE; v++)
+                b[v] = block_at(panel, group / per_block, column + c + v * LANES, format);
+            EACH_GROUP for (int g = 0; g < per_block; g++) {
+                next = prefetch_part(next, part);
+                add_group(b, g, x + g * rows, rows, acc + c, group + g == 0, format);
             }
         }
 }
