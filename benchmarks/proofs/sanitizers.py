@@ -124,6 +124,9 @@ ONE_CANDIDATES = Fault(
     "a->scratch",
     r"data race(?:.*\n)+.* (?:last_of|cut_after|draw_row|draw) ",
 )
+MIXED = """#pragma omp for schedule(static)%s
+    for (int64_t i = 0; i < a->sequences * blocks; i++) {"""
+NOT_MIXED = Fault("cpu_delta.h", MIXED % "", MIXED % " nowait", r"data race(?:.*\n)+.* delta_head ")
 NO_ORDER = Fault(
     "shared_gather.c",
     "atomic_store(&mine->published, piece + 1);",
@@ -162,6 +165,7 @@ CHECKS = (  # the longest first
     Check("planted: no order of gathers", program="races_gather", faults=(NO_ORDER,)),
     Check("planted: no barrier in attention", program="races_kernels", faults=(NO_BARRIER,)),
     Check("planted: one scratch of draws", program="races_kernels", faults=(ONE_CANDIDATES,)),
+    Check("planted: no wait of convolutions", program="races_kernels", faults=(NOT_MIXED,)),
     Check("planted: none of products", "", "races_linear", FLOAT32, (NONE_BETWEEN,)),
     Check("planted: rows rounded by all", "", "races_linear", FLOAT32, (ALL_ROUND,)),
     Check("planted: no wait of experts", "", "races_linear", FLOAT32, (NO_WAIT,)),

@@ -149,9 +149,14 @@ INLINE float max_lane(vf x) {
 }
 
 INLINE float sum_lanes(vf x) {
-    UNROLL for (int w = LANES / 2; w > 0; w /= 2)
-        for (int i = 0; i < w; i++) x[i] += x[i + w];
-    return x[0];
+#if LANES == 16
+    x += SHUFFLE(x, x, TURNED, 8);
+#endif
+#if LANES >= 8
+    x += SHUFFLE(x, x, TURNED, 4);
+#endif
+    x += SHUFFLE(x, x, TURNED, 2);
+    return x[0] + x[1];
 }
 
 /* The same of LANES vectors at once: lane r is max_lane or sum_lanes of x[r]. */

@@ -31,6 +31,7 @@ SHAPES: dict[str, AnyRecurrent] = {
     ),
     "short convolution": ShortConvConfig((0,), 2048, 3),
     "short convolution of odd sizes": ShortConvConfig((0,), 75, 4, has_bias=True),
+    "LFM3": ShortConvConfig((0,), 75, 7),
 }
 Rule = Callable[[Tensor, RecurrentNet, RecurrentState, ForwardContext], Tensor]
 

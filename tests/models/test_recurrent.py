@@ -49,9 +49,9 @@ def rules(kernels: CpuKernels) -> dict[str, Rule]:
 def test_the_kernel_computes_what_pytorch_does(
     kernels: CpuKernels, shape: AnyRecurrent, dtype: torch.dtype
 ) -> None:
-    """New sequences and others, prompts and decodes, in one step."""
+    """New sequences and others, decodes and a prompt of several windows, in one step."""
     net = make_net(shape)
-    x, done, slots = some_rows(net, dtype, 1, 21, 2, 1), (0, 0, 7, 9), (4, 1, 0, 3)
+    x, done, slots = some_rows(net, dtype, 1, 69, 2, 1), (0, 0, 7, 9), (4, 1, 0, 3)
     found: dict[str, list[Tensor]] = {}
     for name, rule in rules(kernels).items():
         state = make_state(shape, dtype)

@@ -87,7 +87,7 @@ static void check_rows(int is_bf16) {
     const int64_t size = is_bf16 ? 2 : 4, wide = ALL * DIM, half = DIM / 2;
     char *normed[2], *widely[2], *gated[2], *turned[2], *pool[2];
     int64_t highest[2][TOKENS], drawn[2][TOKENS], places[2][TOKENS * 9], slots[TOKENS], v_slots[TOKENS];
-    double rules[5][TOKENS]; /* every second row is cut */
+    double rules[6][TOKENS]; /* every second row is cut */
     candidate_t *scratch = malloc(2 * 2 * wide * sizeof *scratch);
     void *weight = some_numbers(wide, is_bf16), *x = some_numbers(TOKENS * wide, is_bf16);
     void *wide_weight = some_numbers(wide, 0);
@@ -95,7 +95,7 @@ static void check_rows(int is_bf16) {
     for (int i = 0; i < TOKENS; i++) {
         slots[i] = 2 * (TOKENS - 1 - i), v_slots[i] = slots[i] + 1;
         rules[0][i] = 0.9, rules[1][i] = i % 4 * 50, rules[2][i] = i % 2 ? 0.8 : 1, rules[3][i] = 0.01;
-        rules[4][i] = i / (double)TOKENS;
+        rules[4][i] = i, rules[5][i] = TOKENS - i;
     }
     for (int i = 0; i < 2; i++) {
         const int threads = i + 1;
@@ -129,9 +129,53 @@ static void check_rows(int is_bf16) {
     expect_same("rope_store: stored", pool[0], pool[1], 2 * TOKENS * KV_HEADS * DIM * size);
 }
 
+/* A recurrent layer, of new sequences and others, of one window of tokens and of several. */
+static void check_recurrence(const char *name, int rule, int norm_kind, int is_bf16) {
+    enum { SEQS = 4, HEADS = 4, DIM = 48, TAPS = 4, TOKENS = 97 + 1 + 33 + 2 };
+    const int32_t starts[] = {0, 97, 98, 131, TOKENS}, kv_lens[] = {97, 9, 33, 40};
+    const int64_t slots[] = {2, 0, 3, 1}, all = 3 * HEADS * DIM, values = HEADS * DIM;
+    const int64_t wide = all + values + HEADS + (rule == KIMI ? values : HEADS);
+    const int64_t size = is_bf16 ? 2 : 4, kept = SEQS * (TAPS - 1) * all, held = SEQS * values * DIM;
+    void *x = some_numbers(TOKENS * wide, is_bf16), *was_input = some_numbers(kept, is_bf16);
+    float *was_held = some_numbers(held, 0), *conv = some_numbers(TAPS * all, 0);
+    float *norm = some_numbers(all, 0); /* and biases */
+    char *out[2], *inputs[2];
+    float *memory[2], decay[HEADS];
+    for (int head = 0; head < HEADS; head++) decay[head] = -0.1f * (float)(head + 1);
+    for (int i = 0; i < 2; i++) {
+        out[i] = calloc(TOKENS * all, size), inputs[i] = malloc(kept * size), memory[i] = malloc(held * 4);
+        memcpy(inputs[i], was_input, kept * size), memcpy(memory[i], was_held, held * 4);
+        float *mixed = malloc(TOKENS * all * 4);
+        delta_args args = {
+            .x = x, .conv = conv, .decay = decay, .dt_bias = norm, .norm = norm, .inputs = inputs[i],
+            .memory = memory[i], .slots = slots, .query_start = starts, .kv_lens = kv_lens, .mixed = mixed,
+            .out = out[i], .conv_bias = norm, .skip = norm, .sequences = SEQS, .tokens = TOKENS,
+            .x_token = wide, .key_heads = HEADS, .heads = HEADS, .key_dim = DIM, .value_dim = DIM,
+            .conv_size = TAPS, .is_bf16 = is_bf16, .threads = i + 1, .rule = rule, .norm_kind = norm_kind,
+            .eps = 1e-5, .gate_by = 1, .step_by = 2,
+        };
+        if (rule == SHORT_CONV) {
+            args.key_heads = 0, args.heads = 1, args.key_dim = 0, args.value_dim = values;
+            short_conv(&args);
+        } else if (gated_delta(&args)) abort();
+        free(mixed);
+    }
+    expect_same(name, out[0], out[1], TOKENS * all * size);
+    expect_same("  what its convolution keeps", inputs[0], inputs[1], kept * size);
+    expect_same("  its memory", memory[0], memory[1], held * 4);
+    for (int i = 0; i < 2; i++) free(out[i]), free(inputs[i]), free(memory[i]);
+    free(x), free(was_input), free(was_held), free(conv), free(norm);
+}
+
 int main(void) {
     for (size_t i = 0; i < sizeof BATCHES / sizeof *BATCHES; i++) check_attend(&BATCHES[i]);
     check_rows(0);
     check_rows(1);
+    for (int is_bf16 = 0; is_bf16 < 2; is_bf16++) {
+        check_recurrence("gated delta rule", DELTA, 0, is_bf16);
+        check_recurrence("Kimi's rule", KIMI, 0, is_bf16);
+        check_recurrence("Mamba-2", MAMBA, AFTER_GATE, is_bf16);
+        check_recurrence("short convolution", SHORT_CONV, 0, is_bf16);
+    }
     return conclude(isa(), allow_tiles() == 0);
 }
