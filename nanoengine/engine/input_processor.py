@@ -191,14 +191,14 @@ class InputProcessor:
                     raise InvalidParamsError(
                         f"{name}: token id {token_id} is outside the vocabulary of {vocab} tokens"
                     )
-        if params.allowed_token_ids is None:
-            return
+        given = params.allowed_token_ids
         banned = {word[-1] for word in request.bad_words}
         banned |= request.stop_token_ids if params.min_tokens else set()
-        if banned.issuperset(params.allowed_token_ids):
+        if banned.issuperset(given or range(vocab)):
+            what = f"allowed_token_ids {shown([*given])}" if given else f"the {vocab} tokens"
             raise InvalidParamsError(
-                f"bad_words and min_tokens may forbid all of allowed_token_ids "
-                f"({shown(sorted(params.allowed_token_ids))}): no token could be chosen"
+                f"bad_words and, up to min_tokens={params.min_tokens}, stop tokens may forbid all "
+                f"of {what}: no token could be chosen; forbid fewer"
             )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
