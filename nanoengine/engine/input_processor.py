@@ -177,8 +177,8 @@ class InputProcessor:
         plan, asked = self._plan, num_prompt + max_tokens
         if asked > plan.max_model_len:
             raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens and the answer may have {max_tokens}: {asked} "
-                f"in all, but the limit is {plan.max_model_len} ({plan.max_model_len_bound}); "
+                f"prompt and answer may have {num_prompt} + {max_tokens} = {asked} tokens, but the "
+                f"limit is {plan.max_model_len} ({plan.max_model_len_bound}); "
                 f"{self._how_to_raise(num_prompt, max_tokens)}, or ask for less"
             )
 
