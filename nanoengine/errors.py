@@ -179,6 +179,11 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
     return near[0] if near else None
 
 
+def counted(number: int, thing: str) -> str:
+    """A number of things as text: 1 token, 2 tokens."""
+    return f"{number} {thing}{'s' * (number != 1)}"
+
+
 def shown(value: object) -> str:
     """The value as error texts show it: one line of readable length."""
     if isinstance(value, int) and value.bit_length() > MAX_BITS:

@@ -40,7 +40,7 @@ from nanoengine.api.turns import Turn, Turns
 from nanoengine.config.engine import NAMES, Settings, shows_settings
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import RequestState
-from nanoengine.errors import InvalidPromptError, RequestError, ends_at_the_user, warn_user
+from nanoengine.errors import InvalidPromptError, RequestError, counted, ends_at_the_user, warn_user
 from nanoengine.outputs import BeamSearchOutput, RequestOutput, StreamDelta
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.text.answer_parser import ChatParsers
@@ -407,7 +407,5 @@ def _warn_of_failures(outputs: Sequence[RequestOutput | BeamSearchOutput]) -> No
     """Warn once about outputs with an error, at which a caller may not look."""
     failed = [index for index, output in enumerate(outputs) if output.error is not None]
     if failed:
-        warn_user(
-            f"{len(failed)} of {len(outputs)} requests failed; outputs[{failed[0]}].error: "
-            f"{outputs[failed[0]].error}"
-        )
+        first = f"outputs[{failed[0]}].error: {outputs[failed[0]].error}"
+        warn_user(f"{len(failed)} of {counted(len(outputs), 'request')} failed; {first}")

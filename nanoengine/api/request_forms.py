@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError, shown
+from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError, counted, shown
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.known_names import unknown_name
@@ -140,8 +140,8 @@ def params_for(params: Params, count: int) -> list[SamplingParams | None]:
         return [one_params(params)] * count
     if len(params) != count:
         raise InvalidParamsError(
-            f"{count} prompt{'s' * (count != 1)}, but {len(params)} sampling parameters; give one "
-            "for all, or one each"
+            f"{counted(count, 'prompt')}, but {counted(len(params), 'sampling parameter')}; give "
+            "one for all, or one each"
         )
     return [one_params(each) for each in params]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanoengine.bench.niah import INDUCTION
+from nanoengine.errors import counted
 
 MODES = {"nvidia": "prompts as in NVIDIA's RULER", "lm-eval": "prompts as in lm-eval"}
 TEMPLATES = {"base": "plain text", "chat": "the model's chat"}
@@ -55,7 +56,7 @@ def _print_figures(report: dict[str, Any]) -> None:
         f"copied {transfers['h2d_bytes'] / mib:.1f} MiB of KV to the device and "
         f"{transfers['d2h_bytes'] / mib:.1f} MiB back; {transfers['num_prefetch_hits']} copies "
         f"were there in time, for {transfers['num_stalls']} a step waited; at most "
-        f"{transfers['peak_streamed']} requests were streamed at once\n"
+        f"{counted(transfers['peak_streamed'], 'request')} streamed at once\n"
         f"memory {report['peak_memory_mib']:.0f} MiB at most; {kv['device_bytes'] / mib:.1f} MiB "
         f"are reserved for KV on the device, {kv['ring_bytes'] / mib:.1f} MiB for streaming"
     )
@@ -75,7 +76,7 @@ def _sample_line(record: dict[str, Any]) -> str:
 
 
 def _print_comparison(found: dict[str, Any]) -> None:
-    print(f"baseline: {found['same_texts']} of {found['compared']} texts are the same")
+    print(f"baseline: {found['same_texts']} of {counted(found['compared'], 'text')} the same")
     for entry in found["differing"]:
         at = entry["first_differing_token"]
         where = "" if at is None else f" from token {at} on"

@@ -25,7 +25,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from nanoengine.errors import ConfigError, InvalidPromptError
+from nanoengine.errors import ConfigError, InvalidPromptError, counted
 from nanoengine.text.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -210,8 +210,8 @@ class NiahBuilder:
             if num_lines < floor:
                 raise ConfigError(
                     f"length {self._length} is too small for {self._name}: with the smallest "
-                    f"haystack ({num_lines} lines) sample {index} needs {needed} tokens, "
-                    f"{NUM_ANSWER_TOKENS} of them for the answer; raise --length"
+                    f"haystack ({counted(num_lines, 'line')}) sample {index} needs {needed} "
+                    f"tokens, {NUM_ANSWER_TOKENS} of them for the answer; raise --length"
                 )
             num_lines = max(1, num_lines - self._step)
 

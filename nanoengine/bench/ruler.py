@@ -38,7 +38,7 @@ from nanoengine.bench.niah import (
 from nanoengine.bench.report import check_file, first_difference, versions
 from nanoengine.bench.workload import count
 from nanoengine.config.engine import NAMES
-from nanoengine.errors import ConfigError, EngineError
+from nanoengine.errors import ConfigError, EngineError, counted
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         _check_length(args, llm)
         if not args.quiet:
             lengths = [len(sample.prompt_ids) for sample in samples]
-            print(f"{llm.plan}\n{len(samples)} prompts of {min(lengths)}-{max(lengths)} tokens")
+            prompts_of = f"{counted(len(samples), 'prompt')} of"
+            print(f"{llm.plan}\n{prompts_of} {min(lengths)}-{max(lengths)} tokens")
         start = time.perf_counter()
         prompts = [sample.prompt_ids for sample in samples]
         outputs = llm.generate(prompts, params, use_tqdm=not args.quiet)

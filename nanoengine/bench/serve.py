@@ -98,7 +98,9 @@ def run_serve(args: argparse.Namespace) -> dict[str, Any]:
         Path(args.record).write_text(json.dumps(kept), encoding="utf-8")
     failed = [answer for answer in answers if answer.error]
     if len(failed) == len(answers):
-        raise EngineError(f"all {len(failed)} requests failed; the first: {failed[0].error}")
+        raise EngineError(
+            f"no request of {len(failed)} was answered; the first error: {failed[0].error}"
+        )
     names = ("num_prompts", "min_input", "max_input", "min_output", "max_output", "seed")
     return {
         "workload": {"name": "serve", **{name: getattr(args, name) for name in names}},

@@ -15,6 +15,7 @@ from nanoengine import SamplingParams, StreamDelta
 from nanoengine.cli.flags import SAMPLED
 from nanoengine.cli.interrupts import ended_by_ctrl_c
 from nanoengine.config.engine import EngineConfig
+from nanoengine.errors import counted
 from nanoengine.text.tokenizer_files import check_tokenizer_is_there
 
 READING_S, READING_EVERY_S = 2.0, 0.2
@@ -72,8 +73,8 @@ class Statistics:
     def __str__(self) -> str:
         speed = f"{self.tokens_per_s:.1f} tok/s" if self.tokens_per_s else "-"
         return (
-            f"{self.prompt_tokens} tokens in, {self.output_tokens} out; first token after "
-            f"{self.waiting_s:.2f} s, then {speed}{'; ' if self.cut else ''}{self.cut}"
+            f"{counted(self.prompt_tokens, 'token')} in, {self.output_tokens} out; first token "
+            f"after {self.waiting_s:.2f} s, then {speed}{'; ' if self.cut else ''}{self.cut}"
         )
 
 
@@ -130,7 +131,7 @@ class Model:
             return ""
         most, plan = self.params.max_tokens, self.llm.plan
         if most is not None and answer.output_tokens >= most:
-            return f"the answer was cut at {most} tokens; --max-tokens allows more"
+            return f"the answer was cut at {counted(most, 'token')}; --max-tokens allows more"
         return (
             f"the answer was cut, as prompt and answer have {plan.max_model_len} tokens, the limit "
             f"({plan.max_model_len_bound})"

@@ -21,7 +21,7 @@ from nanoengine.cli.batch_files import AnswerFile, Line, read_lines, survey
 from nanoengine.cli.flags import engine_config
 from nanoengine.cli.interrupts import noted_ctrl_c
 from nanoengine.cli.usage import UsageError
-from nanoengine.errors import RequestError, shown
+from nanoengine.errors import RequestError, counted, shown
 from nanoengine.sampling_params import SamplingParams, seeded
 from nanoengine.serving.answer_forms import OWN_FORM
 from nanoengine.serving.openai_answers import error_body
@@ -285,13 +285,12 @@ def _progress_bar(total: int, done: int, is_quiet: bool) -> Any:
 
 
 def _sentence(row: dict[str, Any]) -> str:
-    requests = "1 request" if row["requests"] == 1 else f"{row['requests']} requests"
-    text = f"{requests}, {row['failed']} with an error"
+    text = f"{counted(row['requests'], 'request')}, {row['failed']} with an error"
     if row["resumed"] == row["requests"]:
         return f"{text}; all were answered before, in {row['output']}"
     if row["resumed"]:
         text += f"; {row['resumed']} were answered before"
     return (
-        f"{text}; {row['prompt_tokens']} tokens in, {row['output_tokens']} out, "
+        f"{text}; {counted(row['prompt_tokens'], 'token')} in, {row['output_tokens']} out, "
         f"{row['elapsed_s']:.1f} s; wrote {row['output']}"
     )

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import xxhash
 
-from nanoengine.errors import EngineError, near_name, shown
+from nanoengine.errors import EngineError, counted, near_name, shown
 
 KEYS = ("custom_id", "method", "url", "body")
 BEGINNING = b'{"id": "batch_req_'  # of every line of answers
@@ -190,8 +190,8 @@ class AnswerFile:
                 data = data[self._file.write(data) :]
         except OSError as error:
             raise BatchFileError(
-                f"cannot write to {self._path} after {len(self.done)} answers: {error.strerror}; "
-                "make room there, and the same command goes on"
+                f"cannot write to {self._path} after {counted(len(self.done), 'answer')}: "
+                f"{error.strerror}; make room there, and the same command goes on"
             ) from error
         self.done.add(line.id)
         if error is not None:

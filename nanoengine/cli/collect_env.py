@@ -12,6 +12,7 @@ from importlib import metadata
 import nanoengine
 from nanoengine.cli.flags import OTHER_VARIABLES, PREFIX
 from nanoengine.config.engine import GIB, NAMES, in_gib
+from nanoengine.errors import counted
 
 PACKAGES = (
     "torch",
@@ -51,7 +52,7 @@ def environment() -> dict[str, str]:
         "nanoengine": nanoengine.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "CPU": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "CPU": f"{counted(os.cpu_count() or 1, 'core')}, {torch.backends.cpu.get_cpu_capability()}",
         "RAM": f"{available_memory() / GIB:.1f} GiB available",
         "GPU": _gpus(),
         "C compiler": shutil.which(os.environ.get("CC", "cc")) or "none",

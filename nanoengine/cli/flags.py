@@ -24,6 +24,7 @@ PREFIX = "NANOENGINE_"
 OTHER_VARIABLES = ("log_level", "traceback", "cache_gib", "api_key")  # that are no settings
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 MAX_TOKENS = 512  # of an answer: SamplingParams' 16 are too few to read, and no limit may never end
+OWN_DEFAULTS = {"max_tokens": MAX_TOKENS, "stop": "none"}
 # In a terminal, where a model names none of them: llama.cpp's. At SamplingParams' own, which choose
 # among all tokens, a small model answers nonsense.
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -108,7 +109,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     target = parser.add_argument_group("sampling")
     known = {field.name: field for field in fields(SamplingParams)}
     for name, text in PARAMS.items():
-        default = MAX_TOKENS if name == "max_tokens" else _default(known[name])
+        default = OWN_DEFAULTS.get(name, known[name].default)
         if name in SAMPLING_KEYS:
             default = f"the model's, else {SAMPLED.get(name, default)}"
         add_flag(target, known[name], f"{text} [{default}]")

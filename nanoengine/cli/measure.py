@@ -14,7 +14,7 @@ import nanoengine
 from nanoengine.cli.interrupts import ended_by_ctrl_c
 from nanoengine.devices.cpu import processor_name
 from nanoengine.devices.waiting import WaitingShare
-from nanoengine.errors import EngineError
+from nanoengine.errors import EngineError, counted
 from nanoengine.startup.machine_speed import MachineSpeed, Sample, reading_and_layers
 
 _SHAPE = {
@@ -67,7 +67,7 @@ def machine_name(gpu: str, num_threads: int) -> str:
     """What a measured speed depends on. gpu: the name of the GPU, "" without one."""
     import torch
 
-    place = gpu or f"{processor_name()}, {num_threads} threads"
+    place = gpu or f"{processor_name()}, {counted(num_threads, 'thread')}"
     return f"{place}; torch {torch.__version__}, nanoengine {nanoengine.__version__}"
 
 

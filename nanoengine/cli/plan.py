@@ -14,6 +14,7 @@ from nanoengine.cli.flags import engine_config
 from nanoengine.cli.interrupts import ended_by_ctrl_c
 from nanoengine.cli.usage import UsageError
 from nanoengine.config.engine import GIB, EngineConfig, in_gib
+from nanoengine.errors import counted
 from nanoengine.startup.bars import Bar, Part
 from nanoengine.startup.machine_speed import MachineSpeed, remember_speed, remembered_speed
 from nanoengine.startup.plan import describe_copies
@@ -183,7 +184,7 @@ def _lines(args: argparse.Namespace, made: Any, machine: _Machine) -> list[str]:
     is_sparse = made.active_bytes < made.whole_bytes
     active = f" ({in_gib(made.active_bytes)} for a token)" if is_sparse else ""
     lines = [
-        f"model     {args.model}: {model.architecture}, {model.num_layers} layers, "
+        f"model     {args.model}: {model.architecture}, {counted(model.num_layers, 'layer')}, "
         f"{in_gib(made.whole_bytes)} of weights{active} in {made.held_in}, "
         f"{model.max_position:,} positions"
     ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from nanoengine.cli.answers import Statistics, open_model
 from nanoengine.cli.flags import engine_config, sampling_settings
 from nanoengine.cli.usage import UsageError
+from nanoengine.errors import counted
 
 
 def run(args: argparse.Namespace) -> int:
@@ -20,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     with open_model(config, sampling, args.quiet) as model:
         has_template = model.llm.tokenizer.has_chat_template
         is_chat = has_template if args.is_chat is None else args.is_chat
-        model.say(f"{'chat' if is_chat else 'raw'}: {len(prompt)} characters")
+        model.say(f"{'chat' if is_chat else 'raw'}: {counted(len(prompt), 'character')}")
         statistics = Statistics()
         messages = [{"role": "user", "content": prompt}]
         pieces: list[str] = []

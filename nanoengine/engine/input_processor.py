@@ -177,8 +177,8 @@ class InputProcessor:
         plan, asked = self._plan, num_prompt + max_tokens
         if asked > plan.max_model_len:
             raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens and the answer may have {max_tokens}: {asked} "
-                f"in all, but the limit is {plan.max_model_len} ({plan.max_model_len_bound}); "
+                f"prompt and answer may have {num_prompt} + {max_tokens} = {asked} tokens, but the "
+                f"limit is {plan.max_model_len} ({plan.max_model_len_bound}); "
                 f"{self._how_to_raise(num_prompt, max_tokens)}, or ask for less"
             )
 
@@ -191,14 +191,14 @@ class InputProcessor:
                     raise InvalidParamsError(
                         f"{name}: token id {token_id} is outside the vocabulary of {vocab} tokens"
                     )
-        if params.allowed_token_ids is None:
-            return
+        given = params.allowed_token_ids
         banned = {word[-1] for word in request.bad_words}
         banned |= request.stop_token_ids if params.min_tokens else set()
-        if banned.issuperset(params.allowed_token_ids):
+        if banned.issuperset(given or range(vocab)):
+            what = f"allowed_token_ids {shown([*given])}" if given else f"the {vocab} tokens"
             raise InvalidParamsError(
-                f"bad_words and min_tokens may forbid all of allowed_token_ids "
-                f"({shown(sorted(params.allowed_token_ids))}): no token could be chosen"
+                f"bad_words and, up to min_tokens={params.min_tokens}, stop tokens may forbid all "
+                f"of {what}: no token could be chosen; forbid fewer"
             )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from nanoengine.config.model import AnyRecurrent
-from nanoengine.errors import PromptTooLongError
+from nanoengine.errors import PromptTooLongError, counted
 from nanoengine.kv.kv_codec import KVCodec
 
 
@@ -228,16 +228,16 @@ class KVSpec:
         asked = num_prompt + max_tokens
         if self.holds(asked):
             return
-        blocks = f"{self.num_blocks} blocks"
+        held = counted(self.num_blocks, "block")
         if self.num_host_blocks:
-            blocks = (
+            held = (
                 f"({self.num_blocks} device + {self.num_host_blocks} host - {self.spare_blocks} "
                 "reserve) blocks"
             )
         raise PromptTooLongError(
-            f"the prompt has {num_prompt} tokens and may generate {max_tokens}: {asked} in all, "
-            f"but the KV cache holds {self.num_tokens} ({blocks} x {self.block_size} tokens); "
-            f"{advice(asked)}, or ask for less"
+            f"the prompt has {counted(num_prompt, 'token')} and may generate {max_tokens}: {asked} "
+            f"in all, but the KV cache holds {self.num_tokens} ({held} x {self.block_size} tokens)"
+            f"; {advice(asked)}, or ask for less"
         )
 
     def _blocks_of(self, num_tokens: int) -> int:

@@ -19,16 +19,8 @@ from nanoengine.loading.layer_kinds import (
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import CheckedJson
 
-# Its keys, each with the one that is read.
-_KEYS = {
-    "model_max_length": "max_position_embeddings",
-    "moe_renormalize": "norm_topk_prob",
-    "num_expert_group": "n_group",
-    "num_experts_per_token": "num_experts_per_tok",
-    "num_shared_experts": "n_shared_experts",
-}
-# The same of those within `linear_attn_config`.
 _LINEAR, _FULL_LAYERS, _KIMI_LAYERS = "linear_attn_config", "full_attn_layers", "kda_layers"
+# Keys within the first one, each with the one that is read.
 _LINEAR_KEYS = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
@@ -43,15 +35,14 @@ _PARTS = {
 
 
 def with_usual_keys(content: CheckedJson) -> None:
-    """Give the values of Kimi's keys to those that are read. No layer turns: what is said of RoPE
-    goes. Raises UnsupportedModelError.
+    """Give the values of `linear_attn_config` to the keys that are read. No layer turns: what is
+    said of RoPE goes. Raises UnsupportedModelError.
     """
     values, linear = content.values, content.get(_LINEAR) or {}
     if not isinstance(linear, dict):
         raise UnsupportedModelError(
             f"{content.path}: {_LINEAR!r} is {shown(linear)}, and must be an object"
         )
-    values.update({key: values[old] for old, key in _KEYS.items() if content.get(old) is not None})
     values.update({key: linear[old] for old, key in _LINEAR_KEYS.items() if old in linear})
     for key in ("rope_scaling", "rope_parameters"):
         values.pop(key, None)

@@ -54,12 +54,7 @@ from nanoengine.loading.refused import (
     quant_method,
 )
 from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind, with_one_theta
-from nanoengine.loading.short_convs import (
-    ADJUSTS,
-    read_adjusted_size,
-    read_short_convs,
-    with_newer_keys,
-)
+from nanoengine.loading.short_convs import ADJUSTS, read_adjusted_size, read_short_convs
 from nanoengine.loading.wrappers import WRAPPERS, text_config
 from nanoengine.models.architecture import Architecture
 from nanoengine.models.architectures import ARCHITECTURES
@@ -142,8 +137,6 @@ def _complete(content: CheckedJson, architecture: Architecture) -> None:
         if content.get(own) is not None:
             content.values[usual] = content.values[own]
     content.values["quantization_config"] = quantization_of(content.path.parent, content.values)
-    if architecture.hybrid == "convs":
-        with_newer_keys(content)
     if architecture.hybrid == "kimi":
         with_usual_keys(content)
     if "layer_rope_theta" in architecture.reads:

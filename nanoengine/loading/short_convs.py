@@ -20,8 +20,6 @@ from nanoengine.text.checked_json import CheckedJson, whole
 
 ATTENTION = "full_attn_idxs"
 ADJUSTS = "block_auto_adjust_ff_dim"
-# Keys of older files, each with the one that it goes before.
-OLDER = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
 _PARTS = {
     "conv.in_proj": "linear_attn.in_proj",
     "conv.conv": "linear_attn.conv1d",
@@ -32,13 +30,6 @@ _PARTS = {
     "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj",
 }
-
-
-def with_newer_keys(content: CheckedJson) -> None:
-    """Give the values of older keys to those that are read."""
-    for old, new in OLDER.items():
-        if content.get(old) is not None:
-            content.values[new] = content.values[old]
 
 
 def read_short_convs(

@@ -60,6 +60,8 @@ LFM2: dict[str, Any] = {
     "qk_norm": "head",
     "norms_of_heads": ("q_layernorm", "k_layernorm"),
     "hybrid": "convs",
+    # Of older files; in a newer one they are null.
+    "keys": {"intermediate_size": "block_ff_dim", "tie_word_embeddings": "tie_embedding"},
 }
 LFM2_DEFAULTS: dict[str, Any] = {
     "vocab_size": 65536,
@@ -160,6 +162,13 @@ HYBRIDS = {
         experts=replace(SCORES_BY_SIGMOID, block="block_sparse_moe", parts=("w1", "w3", "w2")),
         requires=LATENT_REQUIRES
         | {"mla_use_nope": (None, True), "moe_router_activation_func": (None, "sigmoid")},
+        keys={
+            "max_position_embeddings": "model_max_length",
+            "n_group": "num_expert_group",
+            "n_shared_experts": "num_shared_experts",
+            "norm_topk_prob": "moe_renormalize",
+            "num_experts_per_tok": "num_experts_per_token",
+        },
         own_code=("modeling_kimi.KimiLinearModel", "modeling_kimi.KimiLinearForCausalLM"),
         defaults=LATENT_DEFAULTS
         | {

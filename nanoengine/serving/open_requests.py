@@ -38,8 +38,8 @@ class OpenRequests:
             raise Refusal(
                 429,
                 "rate_limit_exceeded",
-                f"{self.num_texts} texts are generated or wait, and at most {self._most} may "
-                "(--max-open-texts); try again",
+                f"texts that are generated or wait: {self.num_texts}; with {num_texts} more they "
+                f"would be above {self._most} (--max-open-texts); try again",
                 headers=RETRY,
             )
         self.num_texts += num_texts

@@ -12,7 +12,7 @@ import torch
 
 from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.config.model import ModelConfig
-from nanoengine.errors import ConfigError, OutOfMemoryError
+from nanoengine.errors import ConfigError, OutOfMemoryError, counted
 from nanoengine.kv.draft_plan import drafts_from
 from nanoengine.kv.kv_codec import make_codec
 from nanoengine.kv.kv_spec import KVSpec
@@ -87,7 +87,7 @@ def plan_memory(
         spec = replace(spec, drafts_from=drafts_from(facts.weight_bytes, spec.draft_bytes))
     room = _offload_room(config, model, device, facts.dtype, activations, spec)
     max_model_len, bound, longer = _max_model_len(config, model, spec, room)
-    threads = f", {torch.get_num_threads()} threads" if device.name == "cpu" else ""
+    threads = f", {counted(torch.get_num_threads(), 'thread')}" if device.name == "cpu" else ""
     free, total = device.memory()
     has_gpu = device.name != "cpu"
     if spec.num_host_blocks:

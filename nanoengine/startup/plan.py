@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanoengine.config.engine import GIB, EngineConfig, in_gib
+from nanoengine.errors import counted
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.startup.bars import Bar, Part, bars_html
 
@@ -154,7 +155,8 @@ class MemoryPlan:
             mib = self.stream_blocks_per_step * kv.load_bytes / (1 << 20)
             lines.append(
                 f"sharing      beside requests whose KV is all on the device, {mib:.0f} MiB "
-                f"({self.stream_blocks_per_step} blocks) of offloaded KV are copied per step"
+                f"({counted(self.stream_blocks_per_step, 'block')}) of offloaded KV are copied per "
+                "step"
             )
         lines.append(
             f"requests     up to {self.max_num_seqs} at once, {self.max_num_batched_tokens} "
@@ -215,7 +217,8 @@ def describe_guesses(config: EngineConfig, spec: KVSpec) -> str:
         if spec.drafts_from:
             who.append(f"of at least {spec.drafts_from * spec.block_size} tokens on the device")
         kinds.append(
-            f"up to {config.num_drafts} drafts, where they pay, of requests {' or '.join(who)}"
+            f"up to {counted(config.num_drafts, 'draft')}, where they pay, of requests "
+            f"{' or '.join(who)}"
         )
     if config.num_mtp:
         kinds.append(f"up to {config.num_mtp} by the MTP head, where they pay")
@@ -235,8 +238,8 @@ def describe_offload(spec: KVSpec) -> str:
 
 def _tier(num_blocks: int, block_size: int, block_bytes: int) -> str:
     return (
-        f"{fine_gib(num_blocks * block_bytes)} = {num_blocks} blocks x {block_size} tokens = "
-        f"{num_blocks * block_size} tokens at {block_bytes // block_size} bytes"
+        f"{fine_gib(num_blocks * block_bytes)} = {counted(num_blocks, 'block')} x {block_size} "
+        f"tokens = {num_blocks * block_size} tokens at {block_bytes // block_size} bytes"
     )
 
 
@@ -248,8 +251,8 @@ def _states(kv: KVSpec) -> str:
     snapshots = fine_gib(kv.num_snapshots * kv.bytes_of_a_state)
     return (
         f"{len(kv.recurrent.layers)} layers have a state, {kv.num_layers} KV; states take {each} "
-        f"for each request at once{kept}; {kv.num_snapshots} snapshots, {snapshots} of RAM, for "
-        "cached prefixes and preempted requests; no resident drafts"
+        f"for each request at once{kept}; {counted(kv.num_snapshots, 'snapshot')}, {snapshots} of "
+        "RAM, for cached prefixes and preempted requests; no resident drafts"
     )
 
 

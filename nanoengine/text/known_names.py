@@ -24,7 +24,8 @@ R = TypeVar("R")
 # Where a name is used: LLM(...), SamplingParams(...), a method of LLM, and the command line.
 SETTING, PARAMETER, ARGUMENT, FLAG = SCOPES = ("setting", "parameter", "argument", "flag")
 WORKS, RENAMED, CHANGED, MISSING = "works", "renamed", "changed", "missing"
-NOTHING = (None, False, "auto", "")  # values that ask for nothing, whatever the name
+NOTHING = (None, False, "auto", "")  # values that ask for nothing, of most names
+ASKING = ("do_sample", "think")  # names whose False would change the answer
 GROUP = re.compile(r"(works|renamed|changed|missing)(?: unless (\(.+?\)))?(?:: (.+))?")
 OWNER = {
     SETTING: "it is a setting of the engine: LLM(model, {}=...)",
@@ -49,13 +50,11 @@ class KnownName:
 
     def asks_nothing(self, value: object) -> bool:
         """Whether this value asks for nothing that is missing here."""
-        known = (*NOTHING, *self.done)
+        known = (None, *self.done) if self.name in ASKING else (*NOTHING, *self.done)
         return isinstance(value, bool | int | float | str | None) and value in known
 
     def is_done(self, value: object) -> bool:
-        """Whether this value surely asks for what is done here: of most names False does, but of
-        some, such as do_sample, it would change the answer.
-        """
+        """Whether this value surely asks for what is done here."""
         return value is None or any(type(value) is type(o) and value == o for o in self.done)
 
 

@@ -147,6 +147,16 @@ def test_the_kv_cache_shows_its_arithmetic(tiny: Callable[[str], Path]) -> None:
         llm.generate([5] * 4, SamplingParams(max_tokens=13), use_tqdm=False)
 
 
+def test_one_of_a_thing_has_no_plural(tiny: Callable[[str], Path]) -> None:
+    params = SamplingParams(max_tokens=13)
+    with LLM(tiny("llama"), **(SETTINGS | {"num_gpu_blocks": 1})) as llm:
+        assert "= 1 block x 8 tokens = 8 tokens at" in str(llm.plan)
+        with pytest.warns(UserWarning, match="^1 of 1 request failed;"):
+            (failed,) = llm.generate([[5]], params, use_tqdm=False)
+    assert "has 1 token and may generate 13: 14 in all" in str(failed.error)
+    assert "holds 8 (1 block x 8 tokens);" in str(failed.error)
+
+
 def test_without_max_tokens_a_request_ends_at_the_limit(tiny: Callable[[str], Path]) -> None:
     with LLM(tiny("llama"), **(SETTINGS | {"num_gpu_blocks": 3})) as llm:
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)

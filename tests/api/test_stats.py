@@ -123,7 +123,7 @@ def test_one_tier_and_a_closed_engine(tiny: Callable[[str], Path]) -> None:
         stats = llm.stats()
         assert stats.host is None and "KV offload" not in str(stats) and "copies" not in str(stats)
         assert stats.num_prompt_tokens == 20 and stats.step_sizes == {20: 1, 1: 3}
-        assert repr(llm) == f"<LLM {str(tiny('llama'))!r} on cpu, 1 threads, up to 48 tokens>"
+        assert repr(llm) == f"<LLM {str(tiny('llama'))!r} on cpu, 1 thread, up to 48 tokens>"
     with pytest.raises(EngineClosedError):
         llm.stats()
 

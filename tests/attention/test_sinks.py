@@ -6,64 +6,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from marks import BUILDS, EMULATED, needs_compiler
-from paged_batches import Batch, context_of, make_batch, relative_error, split, whole
-from torch import Tensor
+from paged_batches import attend, relative_error, small_batch, split, whole
 
 from nanoengine.attention.cpu_attention import CpuAttention
 from nanoengine.attention.flash_attention import FlashAttention
 from nanoengine.attention.flash_kernels import SdpaKernel
 from nanoengine.config.attention import AttentionConfig
-from nanoengine.context import AttentionBackend, KVChunk
+from nanoengine.context import AttentionBackend
 from nanoengine.kernels.cpu_kernels import CpuKernels
 
 CPU = torch.device("cpu")
-# Decodes, guesses, prompts whole and on top of earlier keys, one key, no key.
-Q_LENS, KV_LENS = [1, 5, 30, 40, 3, 1, 1], [200, 140, 30, 180, 150, 1, 0]
 # Below every score, among them, and above them all.
 SINKS = torch.tensor([-9.0, 0.3, 12.0])
 Make = Callable[[AttentionConfig], AttentionBackend]
 PARTITION = 64  # keys of a partition in Triton, see `make`
 
 
-def some_batch(**settings: Any) -> Batch:
-    """The last sequence, which only pads, has no keys; its result is 0."""
-    settings = {"dtype": torch.float32, "head_dim": 24, "kv_heads": 1} | settings
-    return make_batch(Q_LENS, KV_LENS, **settings)
-
-
-def run(
-    backend: AttentionBackend,
-    batch: Batch,
-    chunks: list[KVChunk],
-    sinks: Tensor | None = SINKS,
-    mass: Tensor | None = None,
-) -> Tensor:
-    return backend.run(0, batch.q, context_of(batch, chunks, mass), sinks)[:-1]
-
-
 @pytest.mark.parametrize("window", [None, 40, pytest.param(7, marks=pytest.mark.breadth)])
 def test_backends_against_float64(make: Make, window: int | None) -> None:
     """In one chunk and in many; a call without sinks afterwards knows nothing of them."""
-    batch = some_batch()
+    batch = small_batch()
     backend = make(AttentionConfig(24, windows=(window,)))
-    got = run(backend, batch, whole(batch))
+    got = attend(backend, batch, whole(batch), SINKS)
     assert relative_error(got, batch.reference(window, SINKS)[:-1]) < 5e-6
-    assert torch.equal(run(backend, batch, split(batch, 3)), got)
-    plain = run(backend, batch, whole(batch), None)
+    assert torch.equal(attend(backend, batch, split(batch, 3), SINKS), got)
+    plain = attend(backend, batch, whole(batch), None)
     assert relative_error(plain, batch.reference(window)[:-1]) < 5e-6
 
 
 def test_results_of_a_flash_kernel_are_merged_with_the_sink() -> None:
-    batch = some_batch()
+    batch = small_batch()
     backend = FlashAttention(24**-0.5, SdpaKernel(CPU), CPU)
     for sinks in (SINKS, None):
         for chunks in (whole(batch), split(batch, 3)):
-            got = run(backend, batch, chunks, sinks)
+            got = attend(backend, batch, chunks, sinks)
             assert relative_error(got, batch.reference(sinks=sinks)[:-1]) < 5e-6
 
 
@@ -77,17 +57,17 @@ def test_the_c_kernel(
     """In every mode; one thread or several, one pool or many."""
     kernels = CpuKernels.load(build_folder, isa[1])
     for window in (None, 40):
-        batch = some_batch(dtype=dtype, head_dim=32, block_size=80)
+        batch = small_batch(dtype=dtype, head_dim=32, block_size=80)
         backend = CpuAttention(AttentionConfig(32, windows=(window,)), kernels)
-        got = run(backend, batch, whole(batch))
+        got = attend(backend, batch, whole(batch), SINKS)
         assert relative_error(got, batch.reference(window, SINKS)[:-1]) < limit
         for seed in range(3):
             torch.set_num_threads(1 + seed)
-            assert torch.equal(run(backend, batch, split(batch, seed)), got)
+            assert torch.equal(attend(backend, batch, split(batch, seed), SINKS), got)
 
 
 def test_mass_is_what_the_sink_leaves(make: Make) -> None:
-    batch = some_batch()
+    batch = small_batch()
     mass = torch.zeros(len(batch.tables), max(map(len, batch.tables)))
-    run(make(AttentionConfig(24)), batch, split(batch, 1), mass=mass)
+    attend(make(AttentionConfig(24)), batch, split(batch, 1), SINKS, mass)
     torch.testing.assert_close(mass.double(), batch.mass(SINKS), rtol=2e-5, atol=2e-5)

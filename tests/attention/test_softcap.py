@@ -7,24 +7,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from marks import BUILDS, EMULATED, needs_compiler
-from paged_batches import Batch, context_of, make_batch, relative_error, split, whole
+from paged_batches import (
+    attend,
+    context_of,
+    make_batch,
+    relative_error,
+    small_batch,
+    split,
+    whole,
+)
 from torch import Tensor
 
 from nanoengine.attention.cpu_attention import CpuAttention
 from nanoengine.attention.select import AttentionSetup, make_attention
 from nanoengine.config.attention import ATTENTION_LIMITS, AttentionConfig
-from nanoengine.context import AttentionBackend, KVChunk
+from nanoengine.context import AttentionBackend
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 
 CPU = torch.device("cpu")
-# Decodes, guesses, prompts whole and on top of earlier keys, one key, no key.
-Q_LENS, KV_LENS = [1, 5, 30, 40, 3, 1, 1], [200, 140, 30, 180, 150, 1, 0]
 SINKS = torch.tensor([-9.0, 0.3, 2.0])
 SOFTCAP = 1.5  # scores have a spread of 1
 Make = Callable[[AttentionConfig], AttentionBackend]
@@ -37,49 +42,33 @@ ISAS = {
 }
 
 
-def some_batch(**settings: Any) -> Batch:
-    """The last sequence, which only pads, has no keys; its result is 0."""
-    settings = {"dtype": torch.float32, "head_dim": 24, "kv_heads": 1} | settings
-    return make_batch(Q_LENS, KV_LENS, **settings)
-
-
-def run(
-    backend: AttentionBackend,
-    batch: Batch,
-    chunks: list[KVChunk],
-    sinks: Tensor | None = None,
-    mass: Tensor | None = None,
-) -> Tensor:
-    return backend.run(0, batch.q, context_of(batch, chunks, mass), sinks)[:-1]
-
-
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 40])
 def test_backends_against_float64(make: Make, window: int | None, sinks: Tensor | None) -> None:
     """In one chunk and in many; without the cap it would be far from it. A cap of hidden scores
     would show them again.
     """
-    batch = some_batch()
+    batch = small_batch()
     backend = make(AttentionConfig(24, windows=(window,), softcap=SOFTCAP))
-    got = run(backend, batch, whole(batch), sinks)
+    got = attend(backend, batch, whole(batch), sinks)
     assert relative_error(got, batch.reference(window, sinks, SOFTCAP)[:-1]) < 5e-6
     assert relative_error(got, batch.reference(window, sinks)[:-1]) > 0.02
-    assert torch.equal(run(backend, batch, split(batch, 3), sinks), got)
+    assert torch.equal(attend(backend, batch, split(batch, 3), sinks), got)
 
 
 @pytest.mark.parametrize("softcap", [0.01, 50.0])
 def test_scores_far_above_the_cap_and_far_below(make: Make, softcap: float) -> None:
-    batch = some_batch()
+    batch = small_batch()
     batch = replace(batch, q=batch.q * 3)
     backend = make(AttentionConfig(24, scale=0.3, softcap=softcap))
     wanted = replace(batch, q=batch.q * (0.3 * 24**0.5)).reference(softcap=softcap)
-    assert relative_error(run(backend, batch, whole(batch)), wanted[:-1]) < 5e-6
+    assert relative_error(attend(backend, batch, whole(batch)), wanted[:-1]) < 5e-6
 
 
 def test_mass_is_of_capped_scores(make: Make) -> None:
-    batch = some_batch()
+    batch = small_batch()
     mass = torch.zeros(len(batch.tables), max(map(len, batch.tables)))
-    run(make(AttentionConfig(24, softcap=SOFTCAP)), batch, split(batch, 1), mass=mass)
+    attend(make(AttentionConfig(24, softcap=SOFTCAP)), batch, split(batch, 1), mass=mass)
     torch.testing.assert_close(mass.double(), batch.mass(None, SOFTCAP), rtol=2e-5, atol=2e-5)
 
 
@@ -93,14 +82,14 @@ def test_the_c_kernel(
     """In every mode; one thread or several, one pool or many."""
     kernels = CpuKernels.load(build_folder, isa[1])
     for window in (None, 40):
-        batch = some_batch(dtype=dtype, head_dim=32, block_size=80)
+        batch = small_batch(dtype=dtype, head_dim=32, block_size=80)
         config = AttentionConfig(32, windows=(window,), softcap=SOFTCAP)
         backend = CpuAttention(config, kernels)
-        got = run(backend, batch, whole(batch))
+        got = attend(backend, batch, whole(batch))
         assert relative_error(got, batch.reference(window, None, SOFTCAP)[:-1]) < limit
         for seed in range(3):
             torch.set_num_threads(1 + seed)
-            assert torch.equal(run(backend, batch, split(batch, seed)), got)
+            assert torch.equal(attend(backend, batch, split(batch, seed)), got)
 
 
 @needs_compiler

@@ -164,7 +164,7 @@ def test_a_failed_request_is_counted_and_told(capsys: pytest.CaptureFixture[str]
     found = bench(capsys, "--num-prompts", "12", *sizes)
     assert found["failed"] and found["completed"] + found["failed"] == 12
     assert found["errors"] == ['HTTP 400: {"error": {"message": "seven"}}']
-    with pytest.raises(EngineError, match=r"all 2 requests failed.*seven"):
+    with pytest.raises(EngineError, match=r"no request of 2 was answered.*seven"):
         bench(capsys, "--num-prompts", "2", "--min-input", "7", "--max-input", "7")
 
 

@@ -45,6 +45,15 @@ def test_help_shows_each_flag_with_its_default_and_variable(command: str) -> Non
         assert re.search(rf"--{flag}\b.*\[{default}; \${variable}\]", text), name
 
 
+def test_help_shows_defaults_of_sampling_parameters_that_are_theirs() -> None:
+    """A setting that is None is planned or off; a parameter is not."""
+    text = " ".join(make_parser()[1]["run"].format_help().split())
+    sampling = text[text.index("sampling:") : text.index("model and device:")]
+    assert "may be given again [none] --ignore-eos" in sampling
+    assert "most tokens of the answer [512] --min-tokens" in sampling
+    assert "planned" not in sampling
+
+
 def test_flags_give_values_of_the_fields_types() -> None:
     given = settings("--ring-slots", "3", "--kv-cache-gib", "1.5", "--dtype", "float32")
     assert given == {"ring_slots": 3, "kv_cache_gib": 1.5, "dtype": "float32"}

@@ -103,6 +103,14 @@ def test_a_cut_answer_says_what_cut_it(
         assert last.endswith(said) and ("cut" in last) == bool(said)
 
 
+def test_one_of_a_thing_has_no_plural(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(folder), "a", "--raw", *FLAGS, "--max-tokens", "1"]) == 0
+    said = capsys.readouterr().err
+    for thing in ("1 thread,", "raw: 1 character\n", "1 token in, 1 out", "cut at 1 token;"):
+        assert thing in said
+    assert not re.findall(r"(?<![\d.,-])1 [a-z]+s\b", said)
+
+
 def test_a_model_with_a_chat_template_chats(
     folder: Path, answers: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +276,14 @@ def test_a_value_out_of_range_is_named(asked: dict[str, Any], words: str) -> Non
         ({"logit_bias": {900: 1.0}}, "logit_bias: token id 900 is outside the vocabulary of 260"),
         ({"allowed_token_ids": [1, 900]}, "allowed_token_ids: token id 900"),
         ({"stop_token_ids": [260]}, "stop_token_ids: token id 260"),
-        ({"allowed_token_ids": [1], "min_tokens": 2}, "no token could be chosen"),
+        (
+            {"allowed_token_ids": [1], "min_tokens": 2},
+            r"up to min_tokens=2, stop tokens may forbid all of allowed_token_ids \[1\]: no token",
+        ),
+        (
+            {"stop_token_ids": [*range(260)], "min_tokens": 3},
+            r"up to min_tokens=3, stop tokens may forbid all of the 260 tokens: no token",
+        ),
     ],
 )
 def test_a_choice_of_nothing_or_of_no_token_is_refused(
@@ -283,6 +291,19 @@ def test_a_choice_of_nothing_or_of_no_token_is_refused(
 ) -> None:
     with pytest.raises(InvalidParamsError, match=words):
         llm.generate("a", SamplingParams(**asked), use_tqdm=False)
+
+
+def test_others_go_on_beside_one_whose_stop_tokens_are_the_vocabulary(llm: LLM) -> None:
+    """The last token may be chosen, or without min_tokens any."""
+    few: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
+    all_but_one = SamplingParams(**few, stop_token_ids=[*range(259)], min_tokens=2)
+    all_of_them = SamplingParams(**few, stop_token_ids=[*range(260)])
+    params = [replace(all_of_them, min_tokens=2), all_but_one, all_of_them]
+    with pytest.warns(UserWarning, match="1 of 3 requests failed"):
+        failed, one, none = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert isinstance(failed.error, InvalidParamsError)
+    assert one.outputs[0].token_ids[:2] == [259, 259]
+    assert len(none.outputs[0].token_ids) == 1 and none.outputs[0].finish_reason == "stop"
 
 
 def test_a_preempted_prompt_is_scored_once(tiny: Callable[[str], Path]) -> None:

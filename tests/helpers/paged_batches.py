@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanoengine.context import ForwardContext, KVChunk
+from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
 
 
 def int32(values) -> Tensor:
@@ -204,6 +205,25 @@ def in_pieces(
         ]
         yield cut(batch, firsts, lasts), rows
         firsts = lasts
+
+
+def small_batch(**settings: Any) -> Batch:
+    """Decodes, guesses, prompts whole and on top of earlier keys, one key, no key. The last
+    sequence only pads; its result is 0.
+    """
+    settings = {"dtype": torch.float32, "head_dim": 24, "kv_heads": 1} | settings
+    return make_batch([1, 5, 30, 40, 3, 1, 1], [200, 140, 30, 180, 150, 1, 0], **settings)
+
+
+def attend(
+    backend: AttentionBackend,
+    batch: Batch,
+    chunks: list[KVChunk],
+    sinks: Tensor | None = None,
+    mass: Tensor | None = None,
+) -> Tensor:
+    """The first layer's result, but for the row that only pads."""
+    return backend.run(0, batch.q, context_of(batch, chunks, mass), sinks)[:-1]
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

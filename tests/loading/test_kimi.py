@@ -101,6 +101,12 @@ def test_the_published_config(tmp_path: Path) -> None:
     )
 
 
+def test_values_that_are_not_those_of_missing_keys(tmp_path: Path) -> None:
+    found = read(tmp_path, PUBLISHED, model_max_length=4096, moe_renormalize=False)
+    assert found.max_position == 4096
+    assert found.experts is not None and not found.experts.renormalises
+
+
 def test_the_same_as_transformers_writes_it(tmp_path: Path) -> None:
     wanted = read(tmp_path, PUBLISHED)
     KimiLinearConfig(**PUBLISHED).save_pretrained(tmp_path)

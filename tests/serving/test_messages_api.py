@@ -120,6 +120,8 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
     [
         ({"max_tokens": None}, "max_tokens is required"),
         ({"max_tokens": 0}, "max_tokens must be between 1 and"),
+        ({"think": False}, "unknown key 'think'; whether a model thinks, and how much, its chat"),
+        ({"do_sample": False}, "unknown key 'do_sample'; temperature=0 takes the likeliest token"),
         ({"temperature": 1.5}, "temperature must be a number from 0 to 1, got 1.5"),
         ({"temperature": "hot"}, "temperature must be a number from 0 to 1, got 'hot'"),
         ({"stop_sequences": [""]}, "stop_sequences must be a non-empty string or a list"),

@@ -30,7 +30,8 @@ class Stream:
 def test_room_is_given_back_also_after_an_error() -> None:
     requests = OpenRequests(3, 0)
     with requests.room_for(2):
-        with pytest.raises(Refusal) as caught, requests.room_for(2):
+        text = "generated or wait: 2; with 2 more they would be above 3"
+        with pytest.raises(Refusal, match=text) as caught, requests.room_for(2):
             pass
         assert (caught.value.status, caught.value.headers) == (429, {"Retry-After": "1"})
         with pytest.raises(KeyError), requests.room_for(1):

@@ -311,6 +311,15 @@ def test_names_of_other_engines_pass_if_they_ask_for_nothing() -> None:
         chat(repeat_penalty=1.1)
 
 
+@pytest.mark.parametrize("value", [False, 0, 0.0])
+@pytest.mark.parametrize("read", [chat, completion])
+def test_no_sampling_is_asked_for_by_the_temperature(read: Any, value: object) -> None:
+    """transformers' and LMDeploy's name: an answer that was drawn would look like the likeliest."""
+    assert read(do_sample=True).params == read().params
+    with pytest.raises(InvalidParamsError, match="unknown key 'do_sample'; temperature=0 takes"):
+        read(do_sample=value)
+
+
 def output(*texts: str) -> RequestOutput:
     made = [CompletionOutput(i, text, [1, 2], "stop") for i, text in enumerate(texts)]
     return RequestOutput(0, "p", [1, 2, 3], made, num_cached_tokens=2)

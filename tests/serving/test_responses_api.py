@@ -90,6 +90,8 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
 @pytest.mark.parametrize(
     ("body", "text"),
     [
+        ({"think": False}, "unknown key 'think'; whether a model thinks, and how much, its chat"),
+        ({"do_sample": False}, "unknown key 'do_sample'; temperature=0 takes the likeliest token"),
         ({"input": None}, "input must be a text or a list of messages, got None"),
         ({"input": []}, "input must be a text or a list of messages, got []"),
         ({"input": [5]}, "input[0] must be a message with a role and a content, got 5"),

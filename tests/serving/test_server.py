@@ -280,7 +280,7 @@ def test_an_answer_that_cannot_have_all_its_tokens_is_refused(
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
     assert "but the limit is 512 (the model's positions)" in error["message"]
     if path == COMPLETIONS:
-        assert "has 500 tokens and the answer may have 13: 513 in all" in error["message"]
+        assert "prompt and answer may have 500 + 13 = 513 tokens, but" in error["message"]
     server.wait_until_idle()
 
 

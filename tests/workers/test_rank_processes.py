@@ -18,7 +18,6 @@ from marks import needs_compiler
 
 from nanoengine import LLM, ConfigError, EngineError, SamplingParams
 from nanoengine.workers import leading_rank
-from nanoengine.workers.processes import WorkerProcesses
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before")]
 
@@ -41,20 +40,6 @@ def make(tiny: Callable[[str], Path]) -> Iterator[Make]:
     yield of_two
     for llm in made:
         llm.close()
-
-
-@pytest.fixture
-def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The processes of ranks that are started."""
-    found: list[int] = []
-
-    class Seen(WorkerProcesses):
-        def __init__(self, *args: object, **named: object) -> None:
-            super().__init__(*args, **named)  # type: ignore[arg-type]
-            found.extend(self.pids)
-
-    monkeypatch.setattr(leading_rank, "WorkerProcesses", Seen)
-    return found
 
 
 def scores(llm: LLM) -> list[list[list[tuple[int, float]]]]:

@@ -25,8 +25,7 @@ from nanoengine import LLM, EngineClosedError, SamplingParams
 from nanoengine.api import engine_thread, turns
 from nanoengine.api.async_llm import AsyncLLM
 from nanoengine.kernels import c_build
-from nanoengine.workers import leading_rank, processes, shared_memory_group
-from nanoengine.workers.processes import WorkerProcesses
+from nanoengine.workers import processes, shared_memory_group
 from nanoengine.workers.shared_memory_group import SharedMemoryGroup
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before")]
@@ -114,20 +113,12 @@ def test_the_time_in_which_this_process_was_stopped_is_no_wait(
         assert waits.result().tolist() == [[1, 0]]
 
 
-@pytest.fixture
-def pids(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The processes of ranks that are started."""
-    found: list[int] = []
-
-    class Seen(WorkerProcesses):
-        def __init__(self, *args: object, **named: object) -> None:
-            super().__init__(*args, **named)  # type: ignore[arg-type]
-            found.extend(self.pids)
-
-    monkeypatch.setattr(leading_rank, "WorkerProcesses", Seen)
+@pytest.fixture(autouse=True)
+def briefly_waited_for(pids: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks have half a second to end; those of a test that has failed are killed."""
     monkeypatch.setattr(processes, "STOP_S", 0.5)
-    yield found
-    for pid in found:  # of a test that has failed
+    yield
+    for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

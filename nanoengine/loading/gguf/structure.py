@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanoengine.errors import CorruptModelError, UnsupportedModelError
+from nanoengine.errors import CorruptModelError, UnsupportedModelError, counted
 from nanoengine.loading.refused import about_file
 
 MAX_COUNT = 10_000_000  # tensors, metadata entries, array elements, tensor dimensions
@@ -34,7 +34,7 @@ def check_structure(path: Path) -> dict[int, int]:
     """
     if path.stat().st_size < 24:
         raise CorruptModelError(
-            f"{path} is no GGUF file: only {path.stat().st_size} bytes{about_file(path)}"
+            f"{path} is no GGUF file: only {counted(path.stat().st_size, 'byte')}{about_file(path)}"
         )
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = _Cursor(path, data)
