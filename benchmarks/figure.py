@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.pictures import PICTURES, RESULTS, SCHEMES, Picture, Scheme, paint
 
-FILES = ("gpu/h200.json", "gpu/virtual_line.json", "gpu/line.json")
+FILES = ("gpu/h200_2026-11-27.json",)
 FIRST_MEASURED = "2026-11-20"  # results without a date
 LONGEST = 1 << 20
 # What engines say of a request that KV on the GPU does not hold; vllm-project/vllm#2418.

@@ -32,7 +32,8 @@ from nanoengine.kernels import c_build, packed_weight
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.startup import probe
 
-speed_up()
+if os.environ.get("TRITON_INTERPRET") == "1":
+    speed_up()
 torch.set_num_threads(2)  # whatever the machine has: sums of the same bits everywhere
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests interrupt themselves

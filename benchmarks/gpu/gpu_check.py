@@ -1,6 +1,7 @@
 """`make gpu-check`: what only a GPU can show, in one run that ends with one JSON object.
 
     python benchmarks/gpu/gpu_check.py [--device cuda] [--json FILE] [--only ROW ...]
+        [--longest TOKENS]
 
 Parity and isolation on the device, what the stream checker saw, the link, and the measurements of
 the other files here. Rows name the attention that ran and, where a faster one was not taken, why.
@@ -21,12 +22,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-if any(argument.endswith("cpu") for argument in sys.argv[1:]):
+if ("--device", "cpu") in pairwise(sys.argv) or "--device=cpu" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by transformers
 
 import torch
@@ -62,6 +63,7 @@ from benchmarks.gpu.gpu_measure import (
     resident_decode,
     targets,
 )
+from benchmarks.gpu.gpu_models import all_models, chosen_as_on_cpu
 from benchmarks.gpu.gpu_offloaded_cache import offloaded_cache
 from benchmarks.gpu.gpu_ranks import two_gpus
 from benchmarks.gpu.gpu_recurrence import recurrent_layers
@@ -438,6 +440,8 @@ def make_rows(
             "parity_qwen3": lambda: parity(qwen, scale),
             "parity_smollm3": lambda: parity(smollm3, scale),
             "parity_gemma3": lambda: parity(gemma3, scale),
+            "all_models": lambda: all_models(scale),
+            "chosen_as_on_cpu": lambda: chosen_as_on_cpu(llama, scale),
             "graphs": lambda: graphs(qwen, scale),
             "teacher_forced": lambda: teacher_forced(llama, scale),
             "bitwise_bf16": lambda: bitwise(llama, scale, BLOCK),
@@ -488,6 +492,9 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
     parser.add_argument("--json", metavar="FILE", help="also write the result here, indented")
+    parser.add_argument(
+        "--longest", metavar="TOKENS", type=int, help="leave out contexts above (default: 1M)"
+    )
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM: runs beside us")
     parser.add_argument(
         "--nano-vllm", metavar="FOLDER", help="a checkout of nano-vllm: runs beside us"
@@ -502,6 +509,8 @@ def main() -> int:
     result = heading(args.device)
     file = Path(args.json) if args.json else None
     scale = REHEARSAL if args.device == "cpu" else ON_GPU
+    if args.longest:
+        scale = scale.up_to(args.longest)
     with tempfile.TemporaryDirectory() as folder:
         groups = make_rows(Path(folder), scale, result, Peers(args.vllm, args.nano_vllm))
         try:

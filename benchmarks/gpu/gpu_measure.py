@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,20 @@ class Scale:
     def greedy(self) -> SamplingParams:
         """Of the answers that are compared."""
         return SamplingParams(temperature=0, max_tokens=self.num_out, ignore_eos=True)
+
+    def up_to(self, longest: int) -> Scale:
+        """The same without contexts of more tokens, for less memory or time; the shortest stay."""
+
+        def cut(lengths: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(n for n in lengths if n <= longest) or lengths[:1]
+
+        return replace(
+            self,
+            decode_contexts=cut(self.decode_contexts),
+            prefill_lengths=cut(self.prefill_lengths),
+            needles=tuple(n for n in self.needles if n[1] <= longest) or self.needles[:1],
+            line_contexts=cut(self.line_contexts),
+        )
 
     def shapes(self, folder: Path, config: dict[str, Any]) -> Path:
         """A folder with the config alone."""

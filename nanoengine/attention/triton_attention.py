@@ -1,7 +1,8 @@
 """Attention on a GPU by Triton kernels, with the same arithmetic for every row.
 
-The context of a row is split into partitions of PARTITION keys. Each is folded tile by tile into
-its own state (maximum, sum, accumulator), by the online softmax of Milakov and Gimelshein (arXiv
+The context of a row is split into partitions: short ones of PARTITION keys, so that short contexts
+have some, then long ones, so that there are not too many. Each is folded tile by tile into its own
+state (maximum, sum, accumulator), by the online softmax of Milakov and Gimelshein (arXiv
 1805.02867); the states are merged in logical order. Tiles and partitions lie at fixed logical
 positions, so the result does not depend on the pool of a block, on chunks, on the sequence's number
 of rows or on other sequences.
@@ -21,24 +22,27 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanoengine.attention.triton_attention_kernels import add_mass, decode, merge, prefill
-from nanoengine.attention.triton_rows import LOG2E
+from nanoengine.attention.triton_rows import LOG2E, LONG
 from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, SoftmaxState, Spans
 from nanoengine.devices.device import to_device
 
-PARTITION = 512
-MERGED_AT_ONCE = 8  # partitions whose states are loaded together, at most
+PARTITION, SHORT = 512, 64  # keys; so many partitions, then LONG times as long ones
+MERGED_AT_ONCE = 16  # partitions whose states are loaded together, at most
 FEW_QUERIES = 17  # the most of a sequence whose partitions run in parallel
 MOST_ROWS, PREFILL_WARPS = 128, 8  # rows: heads of queries
-DECODE_PROGRAMS = 1024  # per launch: several for each multiprocessor
+MOST_OF_4_WARPS = 64 * 128  # numbers of the results that 4 warps hold in registers
+DECODE_PROGRAMS = 4096  # per launch, also of sequences that only pad: some for each multiprocessor
 MAX_TILE = 128
 MASS_ROWS = 256  # of the states that add_mass loads together
 TILES_IN_SHARED_MEMORY = 2  # the one in use, and the next one on its way
 MIN_DOT = 16  # the smallest side of a matrix product
+BOX_ALIGNMENT = 16  # bytes: of what a descriptor describes
 
-WIDE_DIM = 256  # a program holds the results of MOST_ROWS rows of so many numbers, at most
+WIDE_DIM = 128  # a program holds the results of MOST_ROWS rows of so many numbers, at most
 
 Lengths = tuple[tuple[int, int], ...]
 # What add_mass needs of a layer: fp32 [1 + tiles, tokens, heads], the maxima and the sums of each
@@ -107,6 +111,7 @@ class TritonAttention:
         if config.softcap is not None:
             self._scale = config.score_scale / config.softcap
         self._shared_bytes = _shared_memory(device)
+        self._copies_boxes = copies_boxes(device)
         key_bytes = 2 * _padded(config.head_dim) * dtype.itemsize
         room = self._shared_bytes // (TILES_IN_SHARED_MEMORY * key_bytes)
         self._most_keys: int = min(MAX_TILE, 1 << (room.bit_length() - 1))
@@ -174,15 +179,15 @@ class TritonAttention:
     def _at_once(self, chunk: KVChunk) -> int:
         """Partitions merged together: those of a full block table, the same in all replays."""
         keys = chunk.block_table.shape[1] * chunk.k.shape[1]
-        most = max(1, -(-keys // PARTITION))
-        return min(MERGED_AT_ONCE, int(triton.next_power_of_2(most)))
+        return min(MERGED_AT_ONCE, int(triton.next_power_of_2(max(1, num_partitions(keys)))))
 
     def _first_states(self, ctx: ForwardContext, few: int) -> Tensor:
         """_Partitions.start, from tensors only, as graphs may be replayed on longer contexts."""
         num_queries = ctx.query_start[1:] - ctx.query_start[:-1]
-        counts = (ctx.kv_lens + (PARTITION - 1)) // PARTITION
+        counts: Tensor = num_partitions(ctx.kv_lens)
         if longest := self._config.longest_window:
-            counts -= (ctx.kv_lens - num_queries + 1 - longest).clamp(min=0) // PARTITION
+            unseen = (ctx.kv_lens - num_queries + 1 - longest).clamp(min=0)
+            counts -= num_partitions(unseen + 1) - 1
         counts *= num_queries * (num_queries <= few)
         return (counts.cumsum(0) - counts).to(torch.int32)
 
@@ -191,12 +196,12 @@ class TritonAttention:
         table can hold, because such a step may be replayed on longer contexts.
         """
         lengths = [length for length in ctx.lengths if length[0] <= few]
-        most = sum(-(-kv_len // PARTITION) * num_queries for num_queries, kv_len in lengths)
+        most: int = sum(num_partitions(kv_len) * num_queries for num_queries, kv_len in lengths)
         if chunk.is_last:
             width = chunk.block_table.shape[1] * chunk.k.shape[1]
-            each = -(-width // PARTITION)
+            each: int = num_partitions(width)
             if self._config.longest_window is not None:
-                each += 1  # the table's first key may lie anywhere in a partition
+                each = -(-width // PARTITION) + 1  # its first key may lie anywhere in a partition
             return max(most, sum(num_queries for num_queries, _ in lengths) * each)
         return most
 
@@ -220,7 +225,7 @@ class TritonAttention:
         group, rows = self._program(q, chunk)
         shape = self._shape(q, chunk, rows)
         prefill[(len(tiles), q.shape[1] // group)](
-            q, chunk.k, chunk.v, tiles,
+            q, chunk.k, chunk.v, *self._boxes(of, chunk, rows), tiles,
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
             of.ctx.query_start, of.ctx.kv_lens,
             states.row_max, states.row_sum, states.acc, *of.kept, of.sinks, of.out,
@@ -229,20 +234,20 @@ class TritonAttention:
         )  # fmt: skip
 
     def _run_decode(self, of: _Layer, chunk: KVChunk, parts: _Partitions) -> None:
-        q, (group, _) = of.q, self._program(of.q, chunk)
+        q, (group, most_rows) = of.q, self._program(of.q, chunk)
         num_spans, num_groups = len(chunk.seq_index), q.shape[1] // group
-        width = triton.cdiv(chunk.block_table.shape[1] * chunk.k.shape[1], PARTITION) + 1
+        width = num_partitions(chunk.block_table.shape[1] * chunk.k.shape[1]) + 1
         wanted = max(1, DECODE_PROGRAMS // (num_spans * num_groups))
-        rows = max(MIN_DOT, triton.next_power_of_2(parts.queries * group))
+        rows = few_rows(parts.queries * group, most_rows)
         shape, states = self._shape(q, chunk, rows), parts.states
         decode[(num_spans, num_groups, min(width, wanted))](
-            q, chunk.k, chunk.v,
+            q, chunk.k, chunk.v, *self._boxes(of, chunk, rows),
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
             of.ctx.query_start, of.ctx.kv_lens,
             parts.start, states.row_max, states.row_sum, states.acc, *of.kept,
             self._scale, len(q), *_strides(q, chunk), **shape, WINDOW=of.window,
-            LONGEST=self._config.longest_window or 0, num_warps=4 if rows == MIN_DOT else 8,
-            num_stages=_stages(q),
+            LONGEST=self._config.longest_window or 0,
+            num_warps=4 if rows * shape["DIM"] <= MOST_OF_4_WARPS else 8, num_stages=_stages(q),
         )  # fmt: skip
 
     def _run_merge(self, of: _Layer, parts: _Partitions) -> None:
@@ -251,8 +256,8 @@ class TritonAttention:
         merge[(len(of.ctx.lengths), heads, parts.queries)](
             of.ctx.query_start, of.ctx.kv_lens,
             parts.start, states.row_max, states.row_sum, states.acc, *of.kept, of.sinks, of.out,
-            heads, head_dim, _padded(head_dim), PARTITION, parts.few, parts.at_once, of.window,
-            self._config.longest_window or 0, num_warps=2,
+            heads, head_dim, _padded(head_dim), PARTITION, SHORT, parts.few, parts.at_once,
+            of.window, self._config.longest_window or 0, num_warps=max(1, _padded(head_dim) // 128),
         )  # fmt: skip
 
     def _add_mass(self, ctx: ForwardContext, block_size: int, kept: tuple[Tensor, Tensor]) -> None:
@@ -281,9 +286,30 @@ class TritonAttention:
             "TILE_PAD": max(MIN_DOT, tile),
             "ROWS": rows,
             "PARTITION": PARTITION,
+            "SHORT": SHORT,
             "FEW": few_queries(group, most_rows),
             "SOFTCAP": self._config.softcap,
         }
+
+    def _boxes(self, of: _Layer, chunk: KVChunk, rows: int) -> tuple[Any, Any]:
+        """Descriptors of the keys and the values of all heads as rows, by which a GPU copies a tile
+        in one go (NVIDIA's from compute capability 9.0 on); (None, None) where none can do it, or
+        where it is not worth it: for the fewest rows, and where each tile has a mask.
+        """
+        _, block_size, kv_heads, head_dim = chunk.k.shape
+        block, row, *_ = chunk.k.stride()
+        tile = self._tile(block_size)
+        fits = head_dim == _padded(head_dim) and tile >= MIN_DOT
+        if not (self._copies_boxes and fits) or rows == MIN_DOT or of.window:
+            return None, None
+        shape = [(len(chunk.k) - 1) * (block // row) + block_size, kv_heads * head_dim]
+        if block % row or row < shape[1] or row * chunk.k.element_size() % BOX_ALIGNMENT:
+            return None, None
+        if (chunk.k.data_ptr() | chunk.v.data_ptr()) % BOX_ALIGNMENT:
+            return None, None
+        return tuple(
+            TensorDescriptor(x, shape, [row, 1], [tile, head_dim]) for x in (chunk.k, chunk.v)
+        )
 
     def _program(self, q: Tensor, chunk: KVChunk) -> tuple[int, int]:
         """The heads of q that a program takes, and the rows that it has at most: so many that it
@@ -304,6 +330,27 @@ class TritonAttention:
             sizes = (size for size in range(group, 0, -1) if group % size == 0)
             self._programs[key] = next(size for size in sizes if size * queries <= rows), rows
         return self._programs[key]
+
+
+def few_rows(wanted: int, most: int) -> int:
+    """Rows of a program for few queries. Not 32 unless that is the most: there warps share rows, so
+    that their sums have another order than those of 16, of 64 and of prompts, which are the same
+    bit by bit on an H200.
+    """
+    rows = max(MIN_DOT, int(triton.next_power_of_2(wanted)))
+    return min(64, most) if rows == 32 else rows
+
+
+def num_partitions(keys: Any) -> Any:
+    """How many partitions hold the first `keys` keys."""
+    short = -(-keys // PARTITION)
+    past = (short - SHORT) * (short > SHORT)
+    return short - past - (-past // LONG.value)
+
+
+def copies_boxes(device: torch.device) -> bool:
+    """Whether the GPU has an engine that copies tiles by their descriptors."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def few_queries(group: int, most_rows: int) -> int:

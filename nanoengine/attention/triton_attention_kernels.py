@@ -12,8 +12,12 @@ from nanoengine.attention.triton_rows import (
     first_key_seen,
     fold_tiles,
     keep,
+    load_rows,
     load_state,
     merged,
+    num_partitions,
+    partition_begin,
+    partition_of,
     span_of,
     store_state,
 )
@@ -21,13 +25,13 @@ from nanoengine.attention.triton_rows import (
 
 @triton.jit(do_not_specialize=["table_row", "num_tokens"])
 def prefill(
-    q, k, v, tiles, seq_index, first_block, num_blocks, table, query_start, kv_lens,
-    state_max, state_sum, state_acc, kept_max, kept_sum, sinks, out,
+    q, k, v, key_box, value_box, tiles, seq_index, first_block, num_blocks, table,
+    query_start, kv_lens, state_max, state_sum, state_acc, kept_max, kept_sum, sinks, out,
     scale, num_tokens, table_row, q_token, q_head, kv_block, kv_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS_OF_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TILE_PAD: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, PARTITION: tl.constexpr,
-    FEW: tl.constexpr,
+    SHORT: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Rows are the heads of a group, query by query; the longest tile of queries runs first. Memory
     holds first the states of all finished partitions, then those of started ones.
@@ -39,14 +43,10 @@ def prefill(
     )
 
     r, d = tl.arange(0, ROWS), tl.arange(0, DIM)
-    query = first_query + r // GROUP
-    is_row = (r < ROWS // GROUP * GROUP) & (query < num_queries)
-    head = group * GROUP + r % GROUP
-    token = (start_token + query).to(tl.int64)
+    query, token, head, is_row, queries = load_rows(
+        q, r, d, first_query, group, start_token, num_queries, q_token, q_head, GROUP, HEAD_DIM
+    )
     position = tl.where(is_row, kv_len - num_queries + query, -1)
-    is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
-    at = token * q_token + head * q_head
-    queries = tl.load(q + at[:, None] + d[None, :], mask=is_value, other=0.0)
 
     first_position = kv_len - num_queries + first_query
     first_seen = first_key_seen(kv_len - num_queries, WINDOW) // BLOCK * BLOCK
@@ -56,24 +56,27 @@ def prefill(
     is_carried = is_row & (r < tl.where(first_key > first_seen, ROWS, 0))
     state = state_max, state_sum, state_acc
     whole_max, whole_sum, whole_acc = load_state(state, at, is_carried, d, HEAD_DIM)
-    begins = is_row & (r >= tl.where(first_key > first_seen, ROWS, 0))
-    whole_max, whole_sum = after_sinks(sinks, head, begins, whole_max, whole_sum)
+    whole_max, whole_sum = after_sinks(sinks, head, is_row & ~is_carried, whole_max, whole_sum)
     row_max, row_sum, acc = load_state(state, part_at, is_carried, d, HEAD_DIM)
 
     kv_at = group // GROUPS_OF_KEYS * HEAD_DIM
     keys, values, pages = k + kv_at, v + kv_at, table + span * table_row
+    boxes = key_box, value_box, kv_at
     begin = tl.maximum(first_key, first_key_seen(first_position, WINDOW) // TILE * TILE)
     all_see = tl.minimum(end_key, first_position + 1) // TILE * TILE  # where there is no window
     end = tl.minimum(end_key, tl.max(position) + 1)
-    for part in range(begin // PARTITION, tl.cdiv(end, PARTITION)):
-        part_begin = tl.maximum(part * PARTITION, begin)
-        part_end = tl.minimum((part + 1) * PARTITION, end)
+    first_part = partition_of(begin, PARTITION, SHORT)
+    for part in range(first_part, num_partitions(end, PARTITION, SHORT)):
+        part_begin = tl.maximum(partition_begin(part, PARTITION, SHORT), begin)
+        part_stop = partition_begin(part + 1, PARTITION, SHORT)
+        part_end = tl.minimum(part_stop, end)
         row_max, row_sum, acc = fold_tiles(
-            queries, keys, values, pages, first_key, kv_block, kv_row, scale, position - WINDOW,
-            position, part_begin, tl.minimum(part_end, all_see), part_end, row_max, row_sum, acc,
-            kept, HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, WINDOW > 0,
+            queries, keys, values, boxes, pages, first_key, kv_block, kv_row, scale,
+            position - WINDOW, position, part_begin, tl.minimum(part_end, all_see), part_end,
+            row_max, row_sum, acc, kept,
+            HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, WINDOW > 0,
         )  # fmt: skip
-        if part_end == (part + 1) * PARTITION:
+        if part_end == part_stop:
             whole_max, whole_sum, whole_acc = merged(
                 whole_max, whole_sum, whole_acc, row_max, row_sum, acc
             )
@@ -85,6 +88,7 @@ def prefill(
         )
         keep(kept, 0, whole_max, whole_sum, is_row)
         result = (whole_acc / tl.where(is_row, whole_sum, 1.0)[:, None]).to(out.dtype.element_ty)
+        is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
         tl.store(out + at[:, None] * HEAD_DIM + d[None, :], result, mask=is_value)
     else:
         store_state(state, at, is_row, d, whole_max, whole_sum, whole_acc, HEAD_DIM)
@@ -93,13 +97,13 @@ def prefill(
 
 @triton.jit(do_not_specialize=["table_row", "num_tokens"])
 def decode(
-    q, k, v, seq_index, first_block, num_blocks, table, query_start, kv_lens,
+    q, k, v, key_box, value_box, seq_index, first_block, num_blocks, table, query_start, kv_lens,
     part_start, part_max, part_sum, part_acc, kept_max, kept_sum,
     scale, num_tokens, table_row, q_token, q_head, kv_block, kv_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUPS_OF_KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, TILE_PAD: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, LONGEST: tl.constexpr,
-    ROWS: tl.constexpr, PARTITION: tl.constexpr, FEW: tl.constexpr,
+    ROWS: tl.constexpr, PARTITION: tl.constexpr, SHORT: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Fold every n-th partition of the chunk, for few queries of one sequence and one group."""
     span, group = tl.program_id(0), tl.program_id(1)
@@ -109,35 +113,35 @@ def decode(
     end_key = tl.where(num_queries <= FEW, end_key, 0)
 
     r, d = tl.arange(0, ROWS), tl.arange(0, DIM)
-    query, head = r // GROUP, group * GROUP + r % GROUP
-    is_row = query < num_queries
+    query, token, head, is_row, queries = load_rows(
+        q, r, d, 0, group, start_token, num_queries, q_token, q_head, GROUP, HEAD_DIM
+    )
     position = tl.where(is_row, kv_len - num_queries + query, -1)
     hidden = position - WINDOW
-    is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
-    at = (start_token + query).to(tl.int64) * q_token + head * q_head
-    queries = tl.load(q + at[:, None] + d[None, :], mask=is_value, other=0.0)
     kv_at = group // GROUPS_OF_KEYS * HEAD_DIM
-    keys, values = k + kv_at, v + kv_at
-    pages = table + span * table_row
-    kept = kept_max, kept_sum, (start_token + query) * HEADS + head, num_tokens * HEADS
+    keys, values, pages = k + kv_at, v + kv_at, table + span * table_row
+    boxes = key_box, value_box, kv_at
+    kept = kept_max, kept_sum, token * HEADS + head, num_tokens * HEADS
 
     parts = part_max, part_sum, part_acc
     first_position = kv_len - num_queries
-    kept_from = first_key_seen(first_position, LONGEST) // PARTITION
+    kept_from = partition_of(first_key_seen(first_position, LONGEST), PARTITION, SHORT)
     first_seen = first_key_seen(first_position, WINDOW) // TILE * TILE
-    first = tl.maximum(first_key, first_seen) // PARTITION + tl.program_id(2)
-    for part in range(first, tl.cdiv(end_key, PARTITION), tl.num_programs(2)):
-        part_begin = tl.maximum(part * PARTITION, first_seen)
+    all_see = (first_position + 1) // TILE * TILE  # where there is no window
+    first = partition_of(tl.maximum(first_key, first_seen), PARTITION, SHORT)
+    end_part = num_partitions(end_key, PARTITION, SHORT)
+    for part in range(first + tl.program_id(2), end_part, tl.num_programs(2)):
+        part_begin = tl.maximum(partition_begin(part, PARTITION, SHORT), first_seen)
         begin = tl.maximum(part_begin, first_key)
-        end = tl.minimum((part + 1) * PARTITION, end_key)
+        end = tl.minimum(partition_begin(part + 1, PARTITION, SHORT), end_key)
         slot = tl.load(part_start + seq).to(tl.int64) + (part - kept_from) * num_queries
         at = (slot + query) * HEADS + head
         is_carried = is_row & (r < tl.where(begin > part_begin, ROWS, 0))
         row_max, row_sum, acc = load_state(parts, at, is_carried, d, HEAD_DIM)
         row_max, row_sum, acc = fold_tiles(
-            queries, keys, values, pages, first_key, kv_block, kv_row, scale, hidden, position,
-            begin, begin, end, row_max, row_sum, acc, kept,
-            HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, True,
+            queries, keys, values, boxes, pages, first_key, kv_block, kv_row, scale, hidden,
+            position, begin, tl.minimum(end, all_see), end, row_max, row_sum, acc, kept,
+            HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, WINDOW > 0,
         )  # fmt: skip
         store_state(parts, at, is_row, d, row_max, row_sum, acc, HEAD_DIM)
 
@@ -146,7 +150,8 @@ def decode(
 def merge(
     query_start, kv_lens, part_start, part_max, part_sum, part_acc, kept_max, kept_sum, sinks, out,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, PARTITION: tl.constexpr,
-    FEW: tl.constexpr, AT_ONCE: tl.constexpr, WINDOW: tl.constexpr, LONGEST: tl.constexpr,
+    SHORT: tl.constexpr, FEW: tl.constexpr, AT_ONCE: tl.constexpr, WINDOW: tl.constexpr,
+    LONGEST: tl.constexpr,
 ):  # fmt: skip
     """Merge the partition states of one head of one query, in logical order."""
     seq, head, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -155,20 +160,23 @@ def merge(
     if (query >= num_queries) | (num_queries > FEW):
         return
     kv_len = tl.load(kv_lens + seq)
-    num_parts = tl.cdiv(kv_len, PARTITION)
+    num_parts = num_partitions(kv_len, PARTITION, SHORT)
     first_position = kv_len - num_queries
-    kept_from = first_key_seen(first_position, LONGEST) // PARTITION
+    kept_from = partition_of(first_key_seen(first_position, LONGEST), PARTITION, SHORT)
     slot = tl.load(part_start + seq).to(tl.int64) - kept_from * num_queries + query
     parts = part_max, part_sum, part_acc
-    one, d = tl.arange(0, 1), tl.arange(0, DIM)
-    is_dim = d < HEAD_DIM
+    one, n, d = tl.arange(0, 1), tl.arange(0, AT_ONCE), tl.arange(0, DIM)
     whole_max, whole_sum, whole_acc = empty_state(1, DIM)
     whole_max, whole_sum = after_sinks(sinks, head + one, one == 0, whole_max, whole_sum)
-    for first in range(first_key_seen(first_position, WINDOW) // PARTITION, num_parts, AT_ONCE):
-        for n in tl.static_range(AT_ONCE):  # all loads can be in flight at once
-            at = (slot + (first + n) * num_queries) * HEADS + head + one
-            is_there = one < num_parts - first - n
-            row_max, row_sum, acc = load_state(parts, at, is_there, d, HEAD_DIM)
+    first_part = partition_of(first_key_seen(first_position, WINDOW), PARTITION, SHORT)
+    for first in range(first_part, num_parts, AT_ONCE):
+        # One load, as the compiler keeps loads in their order, each behind what uses the last one.
+        at = (slot + (first + n) * num_queries) * HEADS + head
+        some_max, some_sum, some_acc = load_state(parts, at, first + n < num_parts, d, HEAD_DIM)
+        for number in tl.static_range(AT_ONCE):
+            row_max = tl.sum(tl.where(n == number, some_max, 0.0), 0, keep_dims=True)
+            row_sum = tl.sum(tl.where(n == number, some_sum, 0.0), 0, keep_dims=True)
+            acc = tl.sum(tl.where((n == number)[:, None], some_acc, 0.0), 0, keep_dims=True)
             whole_max, whole_sum, whole_acc = merged(
                 whole_max, whole_sum, whole_acc, row_max, row_sum, acc
             )
@@ -176,7 +184,7 @@ def merge(
     at = (start_token + query).to(tl.int64) * HEADS + head + one
     keep((kept_max, kept_sum, at, 0), 0, whole_max, whole_sum, one == 0)
     result = (whole_acc / whole_sum[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at[:, None] * HEAD_DIM + d[None, :], result, mask=is_dim[None, :])
+    tl.store(out + at[:, None] * HEAD_DIM + d[None, :], result, mask=(d < HEAD_DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "mass_row"])

@@ -8,6 +8,7 @@ import triton.language as tl
 # Below every score, and finite, so that a row without keys does not compute inf - inf.
 NOTHING: tl.constexpr = tl.constexpr(-1e30)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LONG: tl.constexpr = tl.constexpr(4)  # a long partition is as long as so many short ones
 
 
 @triton.jit
@@ -16,6 +17,26 @@ def first_key_seen(position, WINDOW: tl.constexpr):
     if WINDOW:
         return tl.maximum(position + 1 - WINDOW, 0)
     return position * 0
+
+
+@triton.jit
+def partition_of(key, PARTITION: tl.constexpr, SHORT: tl.constexpr):
+    """The number of a key's partition: SHORT short ones of PARTITION keys, then long ones."""
+    short = key // PARTITION
+    return tl.where(short < SHORT, short, SHORT + (short - SHORT) // LONG)
+
+
+@triton.jit
+def partition_begin(number, PARTITION: tl.constexpr, SHORT: tl.constexpr):
+    """The first key of a partition."""
+    return tl.where(number < SHORT, number, SHORT + (number - SHORT) * LONG) * PARTITION
+
+
+@triton.jit
+def num_partitions(keys, PARTITION: tl.constexpr, SHORT: tl.constexpr):
+    """How many partitions hold the first `keys` keys."""
+    short = tl.cdiv(keys, PARTITION)
+    return tl.where(short < SHORT, short, SHORT + tl.cdiv(short - SHORT, LONG))
 
 
 @triton.jit
@@ -33,6 +54,23 @@ def span_of(
 
 
 @triton.jit
+def load_rows(
+    q, r, d, first_query, group, start_token, num_queries, q_token, q_head,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Of rows r, the heads of a group query by query: query, token, head, whether there is such a
+    row, and its numbers.
+    """
+    query, head = first_query + r // GROUP, group * GROUP + r % GROUP
+    is_row = (r < r.shape[0] // GROUP * GROUP) & (query < num_queries)
+    token = (start_token + query).to(tl.int64)
+    at = token * q_token + head * q_head
+    mask = is_row[:, None] & (d < HEAD_DIM)[None, :]
+    queries = tl.load(q + at[:, None] + d[None, :], mask=mask, other=0.0)
+    return query, token, head, is_row, queries
+
+
+@triton.jit
 def _tanh(x):
     """As tanhv of cpu_vectors.h."""
     size, square = tl.abs(x), x * x
@@ -47,36 +85,46 @@ def _tanh(x):
 
 @triton.jit
 def _fold(
-    q, keys, values, page, kv_block, kv_row, first_row, scale, hidden, position, start,
+    q, keys, values, boxes, page, kv_block, kv_row, first_row, scale, hidden, position, start,
     row_max, row_sum, acc, kept,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     TILE_PAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys, rows [first_row, first_row + TILE) of a page. `position` is the last
     key that each row sees here, `start` the position of the tile's first key; with a window,
-    `hidden` is the last key before each row's window. `kept`: as in keep. `scale` makes powers of
-    two of scores; with a SOFTCAP parts of it.
+    `hidden` is the last key before each row's window. `boxes`: as in fold_tiles; `kept`: as in
+    keep. `scale` makes powers of two of scores; with a SOFTCAP parts of it.
     """
     n, d = tl.arange(0, TILE_PAD), tl.arange(0, DIM)
-    at = page.to(tl.int64) * kv_block + (first_row + n) * kv_row
+    key_box, value_box, column = boxes
     seen_by_any = (n < TILE) & (start + n <= tl.max(position))
-    if IS_MASKED or DIM != HEAD_DIM or TILE != TILE_PAD:
-        mask = seen_by_any[:, None] & (d < HEAD_DIM)[None, :]
-        k = tl.load(keys + at[:, None] + d[None, :], mask=mask, other=0.0)
-        v = tl.load(values + at[:, None] + d[None, :], mask=mask, other=0.0)
+    if key_box is not None:
+        box_row = page * (kv_block // kv_row) + first_row
+        k = key_box.load([box_row, column])
+        v = value_box.load([box_row, column])
+        if IS_MASKED:  # what nobody sees may be anything, NaN too
+            v = tl.where(seen_by_any[:, None], v, 0.0)
     else:
-        k = tl.load(keys + at[:, None] + d[None, :])
-        v = tl.load(values + at[:, None] + d[None, :])
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        at = page.to(tl.int64) * kv_block + (first_row + n) * kv_row
+        if IS_MASKED or DIM != HEAD_DIM or TILE != TILE_PAD:
+            mask = seen_by_any[:, None] & (d < HEAD_DIM)[None, :]
+            k = tl.load(keys + at[:, None] + d[None, :], mask=mask, other=0.0)
+            v = tl.load(values + at[:, None] + d[None, :], mask=mask, other=0.0)
+        else:
+            k = tl.load(keys + at[:, None] + d[None, :])
+            v = tl.load(values + at[:, None] + d[None, :])
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SOFTCAP is not None:
-        scores = _tanh(scores) * (SOFTCAP * LOG2E)
+        scores = _tanh(scores * scale) * (SOFTCAP * LOG2E)
+        scale = 1.0
     if IS_MASKED or TILE != TILE_PAD:
         sees = (start + n)[None, :] <= position[:, None]
         if WINDOW:
             sees = sees & ((start + n)[None, :] > hidden[:, None])
         scores = tl.where(sees & (n < TILE)[None, :], scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_max[:, None])
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    # The compiler would make such a sum of some loops and not of others.
+    weights = tl.exp2(tl.fma(scores, scale, -new_max[:, None]))
     decay = tl.exp2(row_max - new_max)
     tile_sum = tl.sum(weights, 1)
     row_sum = tl.fma(row_sum, decay, tile_sum)
@@ -88,29 +136,30 @@ def _fold(
 
 @triton.jit
 def fold_tiles(
-    q, keys, values, pages, first_key, kv_block, kv_row, scale, hidden, position, begin, all_see,
-    end,
+    q, keys, values, boxes, pages, first_key, kv_block, kv_row, scale, hidden, position, begin,
+    all_see, end,
     row_max, row_sum, acc, kept,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     TILE_PAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [begin, end); every row sees all keys before `all_see`. `pages` holds the
-    blocks from key `first_key` on.
+    blocks from key `first_key` on. boxes: descriptors of keys and of values as rows of all heads,
+    by which the GPU copies a tile in one go, and the head's first column; (None, None, _) without.
     """
     if not IS_MASKED:
         for start in range(begin, all_see, TILE):
             page = tl.load(pages + (start - first_key) // BLOCK)
             row_max, row_sum, acc = _fold(
-                q, keys, values, page, kv_block, kv_row, start % BLOCK, scale, hidden, position,
-                start, row_max, row_sum, acc, kept,
+                q, keys, values, boxes, page, kv_block, kv_row, start % BLOCK, scale, hidden,
+                position, start, row_max, row_sum, acc, kept,
                 HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, False,
             )  # fmt: skip
         begin = tl.maximum(begin, all_see)
     for start in range(begin, end, TILE):
         page = tl.load(pages + (start - first_key) // BLOCK)
         row_max, row_sum, acc = _fold(
-            q, keys, values, page, kv_block, kv_row, start % BLOCK, scale, hidden, position, start,
-            row_max, row_sum, acc, kept,
+            q, keys, values, boxes, page, kv_block, kv_row, start % BLOCK, scale, hidden, position,
+            start, row_max, row_sum, acc, kept,
             HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, True,
         )  # fmt: skip
     return row_max, row_sum, acc

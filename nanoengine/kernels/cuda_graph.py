@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.context import ReplayKey
+from nanoengine.devices.collector import paused
 from nanoengine.devices.gpu import VendorGraphs
 from nanoengine.models.layer_ops import AfterAttention
 
@@ -104,7 +105,8 @@ class CudaGraphs:
         if self._settle is not None:
             self._settle()
         graph = self._vendor.new()
-        with self._vendor.capture(graph, self._pools[is_whole]):
+        # A graph of a closed engine that the collector frees meanwhile would spoil this one.
+        with paused(), self._vendor.capture(graph, self._pools[is_whole]):
             result = forward()
         return _Graph(graph, tensors, result)
 

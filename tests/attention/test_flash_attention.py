@@ -773,6 +773,7 @@ def test_an_engine_takes_what_its_device_offers(monkeypatch: pytest.MonkeyPatch)
         assert name().startswith("reference (Triton: ") and name().endswith(f"{reasons})")
     triton_attention = pytest.importorskip("nanoengine.attention.triton_attention")
     monkeypatch.setattr(triton_attention, "_shared_memory", lambda device: 99 << 10)
+    monkeypatch.setattr(triton_attention, "copies_boxes", lambda device: False)
     assert name().startswith("Triton ") and "reason" not in name()
     assert name("sdpa") == "reference ()"
     with pytest.raises(ConfigError, match="attention_backend='varlen' cannot be used: the reason"):

@@ -154,7 +154,8 @@ def test_the_rows_of_a_call_move_no_bit(
 ) -> None:
     """All queries of a sequence at once, and few at a time; across partitions, tiles and blocks."""
     use_dots_of_any_rows(monkeypatch)
-    monkeypatch.setattr(triton_attention, "PARTITION", 128)
+    monkeypatch.setattr(triton_attention, "PARTITION", 32)
+    monkeypatch.setattr(triton_attention, "SHORT", 2)  # and then partitions of 128 keys
     batch = make_batch((26, 2, 20), (160, 300, 140), dtype=torch.float32, **shape)
     sinks = torch.randn(batch.q.shape[1]) * 3 if window else None
     what = window, sinks, 1.5 if window else None
@@ -305,6 +306,33 @@ def test_mass_of_very_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grids == [(1 << 16, 2)]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_tiles_that_the_gpu_copies_by_descriptors(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Are the numbers that threads load: of any pool and chunk, with NaN past what is stored."""
+    batch = make_batch((40, 1, 5, 3), (700, 90, 300, 3), dtype=dtype, head_dim=32, block_size=32)
+    want = attend(batch, split(batch, 3))
+    made: list[tuple[Any, Any]] = []
+    boxes = TritonAttention._boxes
+
+    def recording(*of: Any) -> tuple[Any, Any]:
+        made.append(boxes(*of))
+        return made[-1]
+
+    monkeypatch.setattr(TritonAttention, "_boxes", recording)
+    monkeypatch.setattr(triton_attention, "copies_boxes", lambda _: True)
+    assert torch.equal(attend(batch, split(batch, 3)), want)
+    assert any(box is not None for box, _ in made), "the pool is laid out so that it can be"
+
+
+def test_which_gpus_copy_tiles_by_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, does in (((8, 9), False), ((9, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert triton_attention.copies_boxes(torch.device("cuda")) == does
+    assert not triton_attention.copies_boxes(torch.device("cpu"))
+
+
 def test_the_shared_memory_of_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch for AMD knows no memory that one must ask for."""
     there: Any = SimpleNamespace(shared_memory_per_block=64 << 10)
@@ -336,10 +364,11 @@ SLOTS = {"k_slots": "*i64", "v_slots": "*i64"}
 NUMBERS = {"scale": "fp32", "eps": "fp32"}
 TYPES = INDEX | STATE | VALUES | SLOTS | NUMBERS
 SHAPE = dict(HEADS=32, GROUP=4, GROUPS_OF_KEYS=1, HEAD_DIM=128, DIM=128, BLOCK=256)
-SHAPE |= dict(TILE=128, TILE_PAD=128, WINDOW=0, PARTITION=512, FEW=17)
+SHAPE |= dict(TILE=128, TILE_PAD=128, WINDOW=0, PARTITION=512, SHORT=32, FEW=17)
+SHAPE |= dict(key_box=None, value_box=None)
 NO_MASS = dict(kept_max=None, kept_sum=None)
 WINDOWED = SHAPE | NO_MASS | dict(WINDOW=1000)
-MERGE = dict(HEADS=32, HEAD_DIM=128, DIM=128, PARTITION=512, FEW=17, AT_ONCE=8)
+MERGE = dict(HEADS=32, HEAD_DIM=128, DIM=128, PARTITION=512, SHORT=32, FEW=17, AT_ONCE=8)
 MERGE |= dict(WINDOW=0, LONGEST=0)
 for function, constants, options in (
     (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -71,6 +72,17 @@ def test_who_may_come_in() -> None:
     assert url("::1", 80) == "http://[::1]:80"
 
 
+@pytest.fixture
+def own_logs() -> Iterator[None]:
+    """A command shows logs from then on, as if it were the process."""
+    logger = logging.getLogger("nanoengine")
+    level, handlers = logger.level, [*logger.handlers]
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+
+
+@pytest.mark.usefixtures("own_logs")
 def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -105,6 +117,7 @@ print([name for name in ("torch", "fastapi", "uvicorn") if name in sys.modules])
     assert ran.stdout == f"{FAILED}\n[]\n" and "cannot listen on" in ran.stderr
 
 
+@pytest.mark.usefixtures("own_logs")
 def test_without_its_extra_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ host waits, and how long a streamed step takes beside its copies and its arithme
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -299,6 +300,30 @@ def test_a_cached_beginning_brings_its_state(
     assert token_ids([alone]) == wanted[:1] and token_ids(outputs) == wanted
     assert [output.num_cached_tokens for output in (alone, outputs[0])] == [0, 2 * BLOCK]
     made.close()
+
+
+def test_nothing_is_collected_while_a_graph_is_captured(
+    gpu: VirtualGpu, tiny: Callable[[str], Path]
+) -> None:
+    """It might be a graph of an engine that is closed: freeing that spoils the capture on a GPU."""
+    in_captures: list[bool] = []
+
+    def record(phase: str, _: Any) -> None:
+        in_captures.append(gpu.is_capturing)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(record)
+    gc.set_threshold(300)
+    try:
+        made = engine(tiny("llama"), **RESIDENT)
+        made.add_request([1, 2, 3], SamplingParams(temperature=0, max_tokens=4))
+        while made.has_unfinished_requests:
+            made.step()
+        made.close()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(record)
+    assert gpu.graphs and in_captures and not any(in_captures)
 
 
 def test_decode_steps_are_one_graph_or_one_a_layer(

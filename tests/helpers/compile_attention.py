@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from compile_codes import compiled
+from compile_codes import compiled, spilled_bytes
 from paged_batches import context_of, make_batch, whole
 from torch import Tensor
 
@@ -89,7 +89,7 @@ def main(shapes: str, capabilities: str) -> None:
                         "warps": made.metadata.num_warps,
                         "shared_kib": made.metadata.shared / 1024,
                         "most_kib": SHARED_KIB[capability],
-                        "spilled": ".local " in made.asm["ptx"],
+                        "spilled": spilled_bytes(made),
                     }
                     print(json.dumps(found), flush=True)
 

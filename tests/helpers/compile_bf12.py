@@ -9,7 +9,7 @@ import re
 import sys
 
 import torch
-from compile_codes import compiled
+from compile_codes import compiled, spilled_bytes
 
 from nanoengine.devices.triton_bf12 import unpack_bf12
 from nanoengine.kv.kv_codec import HEADER, OTHER, WHOLE, ZERO, Bf12Codec
@@ -30,7 +30,7 @@ def main(heads: str, capabilities: str) -> None:
             found = {
                 "capability": capability,
                 "wide_loads": len(re.findall(r"ld\.global\S*\.(?:v[24]\.)?b(?:32|64)", ptx)),
-                "spilled": ".local " in ptx,
+                "spilled": spilled_bytes(made),
             }
             print(json.dumps(found), flush=True)
 

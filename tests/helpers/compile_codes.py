@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 from coded import random_rows
 from torch import Tensor
+from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface
@@ -56,6 +60,20 @@ def compiled(calls: Callable[[], object], capability: int) -> list[Any]:
     return made
 
 
+def spilled_bytes(made: Any) -> int:
+    """What a thread of the kernel keeps in memory, as it has too few registers. NVIDIA's assembler
+    decides that, so PTX does not show it.
+    """
+    program = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [program, "-res-usage", file.name]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+    (stack,) = re.findall(r"STACK:(\d+)", run.stdout)
+    return int(stack)
+
+
 def calls(name: str) -> None:
     """Few rows and one, with a merge; many; rows of experts; a gather."""
     rows = random_rows(name, OUTPUTS, INPUTS)
@@ -86,7 +104,7 @@ def main(formats: str, capabilities: str) -> None:
                     "copied_ahead": len(re.findall(r"cp\.async\.c[ag]", ptx)),
                     "rounded": bool(re.search(r"cvt\.rn\.bf16", ptx)),
                     "flushed": ".ftz" in ptx,
-                    "spilled": ".local " in ptx,
+                    "spilled": spilled_bytes(made),
                 }
                 print(json.dumps(found), flush=True)
 

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import torch
-from compile_codes import compiled
+from compile_codes import compiled, spilled_bytes
 from recurrent_layers import make_net, make_state, run_step, some_rows
 from torch import Tensor
 
@@ -57,7 +57,7 @@ def main(dtype_name: str, capabilities: str) -> None:
                     "kernel": of_a_prompt.metadata.name,
                     "warps": of_a_prompt.metadata.num_warps,
                     "copied_ahead": len(re.findall(r"cp\.async\.c[ag]", ptx)),
-                    "spilled": ".local " in ptx,
+                    "spilled": spilled_bytes(of_a_prompt),
                     "of_a_decode": of(of_a_decode),
                     "of_a_prompt": of(of_a_prompt),
                 }

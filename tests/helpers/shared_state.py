@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 def shared_state() -> dict[str, Any]:
     """Settings of the process by name. Not the number of threads: each engine sets it."""
+    logger = logging.getLogger("nanoengine")
     return {
         "dtype": torch.get_default_dtype(),
         "precision of products": torch.get_float32_matmul_precision(),
@@ -29,6 +31,7 @@ def shared_state() -> dict[str, Any]:
         "import path": [*sys.path],
         "environment": {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
         "folder": os.getcwd(),
+        "logs": (logger.level, [handler.name for handler in logger.handlers]),
         "signals": [signal.getsignal(number) for number in SIGNALS],
     }
 

@@ -307,6 +307,11 @@ class VirtualGpu(TorchFunctionMode):
         yield
         self._capturing = None
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether work is put into a graph."""
+        return self._capturing is not None
+
     def wait_until(self, time: float) -> None:
         """The host waits for the GPU."""
         assert self._capturing is None, "the host waits while a graph is captured"
