@@ -349,8 +349,9 @@ def num_partitions(keys: Any) -> Any:
 
 
 def copies_boxes(device: torch.device) -> bool:
-    """Whether the GPU has an engine that copies tiles by their descriptors."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether the GPU has an engine that copies tiles by descriptors: NVIDIA's from Hopper on."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def few_queries(group: int, most_rows: int) -> int:

@@ -330,6 +330,10 @@ def test_which_gpus_copy_tiles_by_descriptors(monkeypatch: pytest.MonkeyPatch) -
     for capability, does in (((8, 9), False), ((9, 0), True), ((12, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         assert triton_attention.copies_boxes(torch.device("cuda")) == does
+    monkeypatch.setattr(
+        torch.version, "hip", "7.0"
+    )  # AMD's have the name, and numbers of their own
+    assert not triton_attention.copies_boxes(torch.device("cuda"))
     assert not triton_attention.copies_boxes(torch.device("cpu"))
 
 
