@@ -80,6 +80,7 @@ def main(shapes: str, capabilities: str) -> None:
         shape = (getattr(torch, dtype), *map(int, sizes))
         for capability in map(int, capabilities.split(",")):
             triton_attention._shared_memory = lambda _, kib=SHARED_KIB[capability]: kib << 10
+            triton_attention.copies_boxes = lambda _, number=capability: number >= 90
             for calls in (attention(shape), fused(shape)):
                 for made in compiled(calls, capability):
                     found = {
