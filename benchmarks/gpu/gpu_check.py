@@ -63,7 +63,7 @@ from benchmarks.gpu.gpu_measure import (
     resident_decode,
     targets,
 )
-from benchmarks.gpu.gpu_models import all_models, chosen_as_on_cpu
+from benchmarks.gpu.gpu_models import BLOCK, all_models, chosen_as_on_cpu, prompts
 from benchmarks.gpu.gpu_offloaded_cache import offloaded_cache
 from benchmarks.gpu.gpu_ranks import two_gpus
 from benchmarks.gpu.gpu_recurrence import recurrent_layers
@@ -75,7 +75,6 @@ from nanoengine.devices.stream_check import CheckedDevice, CheckedStream, Key
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
 
-BLOCK = 8
 # Seconds, where a row takes more than others. KV of 512K tokens is 64 GiB to pin and to fill.
 LIMITS = {
     "all_models": 400.0,
@@ -101,13 +100,6 @@ STREAM: dict[str, Any] = {
     "debug_kv": True,
     "speculative": "off",  # a rehearsal would draft
 }
-
-
-def prompts(block: int = BLOCK) -> list[list[int]]:
-    """Lengths around multiples of the block, one shared beginning."""
-    lengths = (1, block - 1, block, block + 1, 2 * block + 1, 7 * block + 4, 15 * block)
-    made = [[(i * 31 + n) % 256 for i in range(n)] for n in lengths]
-    return [*made, made[5][: 3 * block]]
 
 
 def engine(folder: Path, device: str, **settings: Any) -> LLMEngine:

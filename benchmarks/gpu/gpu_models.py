@@ -33,12 +33,10 @@ MOST_PROCESSES = 12
 IN_REHEARSAL = ("gemma2", "qwen3.5")
 # With a head for multi-token prediction; the second has a tensor for each expert.
 WITH_HEAD = ("qwen3.5", "glm4-moe", "deepseek-v3")
-BLOCK, VOCAB = 8, 256
+BLOCK = 8
 # How far logits may be off, and how far below the likeliest token a chosen one may be. A wrong
 # kernel is off by ones: logits of these models differ by several.
 TOLERANCE = 2e-3
-LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 7 * BLOCK + 4, 15 * BLOCK)
-PROMPTS = [[(i * 31 + n) % VOCAB for i in range(n)] for n in LENGTHS]
 SMALL: dict[str, Any] = {
     "kvcache_block_size": BLOCK,
     "max_num_batched_tokens": 64,
@@ -71,6 +69,13 @@ CHOICES: dict[str, dict[str, Any]] = {
     "three": {"seed": 6, "n": 3},
 }
 FORM: dict[str, Any] = {"seed": 7, "structured_outputs": {"regex": "[a-f]{4}(yes|no)[0-9]{9}"}}
+
+
+def prompts(block: int = BLOCK) -> list[list[int]]:
+    """Lengths around multiples of the block, one shared beginning."""
+    lengths = (1, block - 1, block, block + 1, 2 * block + 1, 7 * block + 4, 15 * block)
+    made = [[(i * 31 + n) % 256 for i in range(n)] for n in lengths]
+    return [*made, made[5][: 3 * block]]
 
 
 def all_models(scale: Scale) -> Iterator[Row]:
@@ -171,12 +176,11 @@ def answers_of(made: LLMEngine) -> tuple[list[Answer], list[Tensor], dict[str, i
     counts of bytes that came from the host and of guesses. Closes the engine.
     """
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    prompts = [*PROMPTS, PROMPTS[5][: 3 * BLOCK]]
     with closing(made):
         driver = Driver(made)
-        outputs = driver.run(prompts, params)
+        outputs = driver.run(prompts(), params)
         moved = made.kv.counters.h2d_bytes
-    ids = [(p, o.outputs[0].token_ids) for p, o in zip(prompts, outputs, strict=True)]
+    ids = [(p, o.outputs[0].token_ids) for p, o in zip(prompts(), outputs, strict=True)]
     rows = [torch.stack(driver.logits[output.request_id]).cpu() for output in outputs]
     guessed = sum(o.metrics.num_guessed for o in outputs if o.metrics is not None)
     return ids, rows, {"h2d_bytes": moved, "guessed": guessed}
@@ -196,7 +200,7 @@ def chosen_as_on_cpu(folder: Path, scale: Scale) -> Row:
     """
     kinds = CHOICES | ({"form": FORM} if importlib.util.find_spec("llguidance") else {})
     text = [i % 7 + 40 for i in range(60)]
-    work = [(prompt, kind) for prompt in (*PROMPTS[3:6], text) for kind in kinds.values()]
+    work = [(prompt, kind) for prompt in (*prompts()[3:6], text) for kind in kinds.values()]
     truth = chosen(folder, "cpu", work)
     row: Row = {"kinds": [*kinds]}
     for name, settings in {
@@ -220,6 +224,6 @@ def chosen(
         for output in outputs:
             if output.error is not None:
                 raise output.error
-        beams = llm.beam_search(PROMPTS[3:6], beam_width=3, max_tokens=12, use_tqdm=False)
+        beams = llm.beam_search(prompts()[3:6], beam_width=3, max_tokens=12, use_tqdm=False)
     found = [completion.token_ids for output in outputs for completion in output.outputs]
     return found + [[*beam.token_ids] for output in beams for beam in output.sequences]
