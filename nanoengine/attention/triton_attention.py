@@ -342,10 +342,13 @@ def few_rows(wanted: int, most: int) -> int:
 
 
 def num_partitions(keys: Any) -> Any:
-    """How many partitions hold the first `keys` keys."""
-    short = -(-keys // PARTITION)
-    past = (short - SHORT) * (short > SHORT)
-    return short - past - (-past // LONG.value)
+    """How many partitions hold the first `keys` keys, an int or a tensor: as many as if all were
+    short, or, where that is fewer, the short ones and long ones behind them.
+    """
+    long = LONG.value * PARTITION
+    all_short = (keys + (PARTITION - 1)) // PARTITION
+    mixed = (keys + ((SHORT + 1) * long - SHORT * PARTITION - 1)) // long
+    return torch.minimum(all_short, mixed) if isinstance(keys, Tensor) else min(all_short, mixed)
 
 
 def copies_boxes(device: torch.device) -> bool:
