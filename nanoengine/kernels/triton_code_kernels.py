@@ -30,22 +30,22 @@ def _e4m3(code):
 
 @triton.jit
 def _nf4(code):
-    """The levels of NF4."""
-    number = tl.where(code == 0, -1.0, 0.0)
-    number = tl.where(code == 1, -0.6961928009986877, number)
-    number = tl.where(code == 2, -0.5250730514526367, number)
-    number = tl.where(code == 3, -0.39491748809814453, number)
-    number = tl.where(code == 4, -0.28444138169288635, number)
-    number = tl.where(code == 5, -0.18477343022823334, number)
-    number = tl.where(code == 6, -0.09105003625154495, number)
-    number = tl.where(code == 8, 0.07958029955625534, number)
-    number = tl.where(code == 9, 0.16093020141124725, number)
-    number = tl.where(code == 10, 0.24611230194568634, number)
-    number = tl.where(code == 11, 0.33791524171829224, number)
-    number = tl.where(code == 12, 0.44070982933044434, number)
-    number = tl.where(code == 13, 0.5626170039176941, number)
-    number = tl.where(code == 14, 0.7229568362236023, number)
-    return tl.where(code == 15, 1.0, number)
+    """The levels of NF4, chosen by one bit of the code after the other."""
+    is_odd = (code & 1) != 0
+    a = tl.where(is_odd, -0.6961928009986877, -1.0)
+    b = tl.where(is_odd, -0.39491748809814453, -0.5250730514526367)
+    c = tl.where(is_odd, -0.18477343022823334, -0.28444138169288635)
+    d = tl.where(is_odd, 0.0, -0.09105003625154495)
+    e = tl.where(is_odd, 0.16093020141124725, 0.07958029955625534)
+    f = tl.where(is_odd, 0.33791524171829224, 0.24611230194568634)
+    g = tl.where(is_odd, 0.5626170039176941, 0.44070982933044434)
+    h = tl.where(is_odd, 1.0, 0.7229568362236023)
+    is_second = (code & 2) != 0
+    a, b = tl.where(is_second, b, a), tl.where(is_second, d, c)
+    c, d = tl.where(is_second, f, e), tl.where(is_second, h, g)
+    is_second = (code & 4) != 0
+    a, b = tl.where(is_second, b, a), tl.where(is_second, d, c)
+    return tl.where((code & 8) != 0, b, a)
 
 
 @triton.jit
@@ -76,8 +76,33 @@ def _words(plane, n, is_output, at, stride, PER: tl.constexpr, C: tl.constexpr, 
 
 
 @triton.jit
-def _code(codes, high, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.constexpr):
-    """The codes of `_numbers`, int32 [outputs, words, codes of a word]."""
+def _in_lanes(
+    codes, high, n, is_output, at, stride,
+    EACH: tl.constexpr, HIGH: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """`_code` of a plane of int16: 16 words of EACH weights, 16 apart. HIGH: bits above."""
+    expert, inputs, k, left = at
+    w = tl.arange(0, K // EACH)
+    mask = is_output[:, None] & (w // 16 * 16 * EACH < left)[None, :]
+    first = codes + (expert * (inputs // EACH) + k // EACH).to(tl.int64) * stride
+    word = tl.load(first + w[None, :] * stride + n[:, None], mask=mask, other=0).to(tl.int32)
+    word = tl.join(word, word >> 8)
+    code = tl.join(word, word >> 4) & 15 if EACH == 4 else word << 24 >> 24
+    if HIGH:
+        EVERY: tl.constexpr = 16 // HIGH
+        lane = k // 16 + w // 16 * 4
+        row = expert * (inputs // EVERY) + lane // EVERY * 16 + w % 16
+        to = high + row.to(tl.int64)[None, :] * stride + n[:, None]
+        word = tl.load(to, mask=mask, other=0).to(tl.int32) >> (lane % EVERY * HIGH)[None, :]
+        word = tl.join(word, word >> 2 * HIGH)
+        code |= (tl.join(word, word >> HIGH) & (1 << HIGH) - 1) << 4
+    code = tl.reshape(code, [n.shape[0], K // EACH // 16, 16, EACH])
+    return tl.reshape(tl.permute(code, (0, 1, 3, 2)), [n.shape[0], K // C, C])
+
+
+@triton.jit
+def _in_words(codes, high, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.constexpr):
+    """`_code` of a plane of int32."""
     expert, inputs, k, left = at
     IS_BYTE: tl.constexpr = FORMAT == "Q8_0" or FORMAT == "INT8" or FORMAT == "FP8"
     C: tl.constexpr = 4 if IS_BYTE else 8
@@ -90,12 +115,22 @@ def _code(codes, high, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.con
         code = tl.reshape(tl.join(word, word >> 8), [word.shape[0], K // C, C]) << 24 >> 24
     else:
         code = _spread(word, 4) & 15
-    if FORMAT == "Q5_0" or FORMAT == "Q5_1" or FORMAT == "Q5_K":
+    if FORMAT == "Q5_0" or FORMAT == "Q5_1":
         above = _words(high, n, is_output, at, stride, 32, C, K) >> (w % 4 * 8)[None, :]
         code |= (_spread(above, 1) & 1) << 4
-    if FORMAT == "Q6_K":
-        above = _words(high, n, is_output, at, stride, 16, C, K) >> (w % 2 * 16)[None, :]
-        code |= (_spread(above, 2) & 3) << 4
+    return code
+
+
+@triton.jit
+def _code(codes, high, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.constexpr):
+    """The codes of `_numbers`, int32 [outputs, words, codes of a word]."""
+    if codes.dtype.element_ty == tl.int32:
+        code = _in_words(codes, high, n, is_output, at, stride, FORMAT, K)
+    elif FORMAT == "Q8_0":
+        code = _in_lanes(codes, high, n, is_output, at, stride, 2, 0, 4, K)
+    else:
+        HIGH: tl.constexpr = 2 if FORMAT == "Q6_K" else 1 if FORMAT == "Q5_K" else 0
+        code = _in_lanes(codes, high, n, is_output, at, stride, 4, HIGH, 8, K)
     return code
 
 
@@ -270,3 +305,19 @@ def gather(
     weights = _numbers(planes, n, n >= 0, at, stride, FORMAT, K)
     to = out + token * inputs + k[None, :]
     tl.store(to, weights.to(out.dtype.element_ty), mask=(k < inputs)[None, :])
+
+
+@triton.jit
+def unpack(
+    out, codes, high, halves, scales, first, last, inputs, stride, out_row,
+    FORMAT: tl.constexpr, OUTPUTS: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Outputs first to last, [inputs, outputs]: K inputs of OUTPUTS of them."""
+    at = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    n, k = first + at, tl.program_id(1) * K
+    planes, left = (codes, high, halves, scales), inputs - k
+    weights = _numbers(planes, n, n < stride, (0, inputs, k, left), stride, FORMAT, K)
+    inner = tl.arange(0, K)[None, :]
+    to = out + (k + inner).to(tl.int64) * out_row + at[:, None]
+    mask = (n < last)[:, None] & (inner < left)
+    tl.store(to, weights.to(out.dtype.element_ty), mask=mask)

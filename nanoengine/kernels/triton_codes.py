@@ -1,9 +1,10 @@
 """Products with weights that stay codes on a GPU (triton_code_kernels.py).
 
-A number is that of CodedRows.numbers, rounded to the dtype of the activations. An output is a sum
-over the inputs in spans that the weight's shape alone decides: within a span in order, BLOCK_K
-inputs at a time, then the spans in order. So the steps do not depend on how many rows there are;
-what the hardware does within one dot of BLOCK_K inputs, NVIDIA does not say.
+Few rows multiply exact codes, and scales multiply sums (triton_few_rows.py). More rows multiply
+the numbers of CodedRows.numbers, rounded to the dtype of the activations; many, by cuBLAS. But
+for these an output is a sum over the inputs in spans that the weight's shape alone decides:
+within a span in order, then the spans in order. What the hardware does within one dot, NVIDIA
+does not say.
 """
 
 from __future__ import annotations
@@ -14,18 +15,32 @@ import torch
 import triton
 from torch import Tensor
 from torch.nn import functional
+from triton.runtime.jit import JITFunction
 
-from nanoengine.kernels.code_planes import CodePlanes, planes_of
-from nanoengine.kernels.triton_code_kernels import gather, merge, product
+from nanoengine.kernels.code_planes import OF_256, CodePlanes, planes_of
+from nanoengine.kernels.triton_code_kernels import gather, merge, product, unpack
+from nanoengine.kernels.triton_few_rows import few_rows
 from nanoengine.models.experts import CodedExpert, Map, Router, add_up
 from nanoengine.models.stored_codes import CodedRows, CodedWeight
 
 BLOCK_K = 64
 _GATHERED = 256  # inputs of an embedding's row that a program makes
-LEAST_ROWS, MOST_ROWS = 8, 128  # of a tile
+LEAST_ROWS, MOST_ROWS = 16, 128  # of a tile
+# The constants below were the best of a sweep (benchmarks/results/gpu/h200_codes.json).
+MOST_FEW = 64  # rows up to which few_rows multiplies
+# For more rows the numbers of _SLAB outputs at a time are unpacked. Those of _SLOW take longer to
+# unpack than to multiply: `product` would unpack them again for each tile of rows.
+MOST_MULTIPLIED, MOST_MULTIPLIED_SLOWLY = 128, 64
+_SLOW = (*OF_256, "NVFP4", "NF4")
+_SLAB = 4096
+# By rows of a tile: outputs and warps of a program, groups of 64 inputs a step, and steps that are
+# loaded ahead.
+_FEW = {8: (64, 2, 1, 4), 16: (128, 4, 1, 4), 32: (128, 4, 1, 4), 64: (128, 8, 1, 4)}
+_FEW_K = {8: (64, 2, 4, 3), 16: (64, 2, 4, 2), 32: (64, 4, 4, 2), 64: (64, 4, 4, 2)}
 MOST_TOKENS_IN_PARTS = 64  # up to which the spans are programs of their own
-# Spans are made until there are so many programs for few rows, but not shorter than LEAST_SPAN.
-_PROGRAMS, _LEAST_SPAN = 512, 512
+# Spans are made until there are so many programs for few rows, or spans; none is shorter than
+# _LEAST_SPAN inputs.
+_PROGRAMS, _MOST_SPANS, _LEAST_SPAN = 2048, 8, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +184,62 @@ def multiply(x: Tensor, planes: CodePlanes, bias: Tensor | None, out: Tensor) ->
     """out = x @ weight.T + bias; x and out may have strides between rows."""
     if not len(x):
         return
+    most = MOST_MULTIPLIED_SLOWLY if planes.format in _SLOW else MOST_MULTIPLIED
+    if len(x) > most and out.dtype is x.dtype:
+        multiply_unpacked(x, planes, bias, out)
+        return
     _, num_spans = spans_of(planes.outputs, planes.inputs)
+    is_few = planes.codes.dtype is torch.int16 and len(x) <= MOST_FEW
+    run = launch_few if is_few else launch
     if num_spans == 1 or len(x) > MOST_TOKENS_IN_PARTS:
-        launch(x, planes, bias, out)
+        run(x, planes, bias, out)
         return
     parts = x.new_empty(num_spans, len(x), planes.outputs, dtype=torch.float32)
-    launch(x, planes, None, parts)
+    run(x, planes, None, parts)
     step = min(1024, triton.next_power_of_2(planes.outputs))
     merge[(len(x), triton.cdiv(planes.outputs, step))](
         parts, out, bias, len(x), planes.outputs, out.stride(0), num_spans, step, num_warps=4
     )
+
+
+def multiply_unpacked(x: Tensor, planes: CodePlanes, bias: Tensor | None, out: Tensor) -> None:
+    """As `multiply`: the numbers of some outputs at a time go to memory, and cuBLAS multiplies."""
+    width = min(_SLAB, planes.outputs)
+    slab = x.new_empty(planes.inputs, width)
+    grid = (triton.cdiv(width, 64), triton.cdiv(planes.inputs, BLOCK_K))
+    for first in range(0, planes.outputs, width):
+        last = min(first + width, planes.outputs)
+        unpack[grid](
+            slab, *planes.tensors, first, last, planes.inputs, planes.stride, width,
+            planes.format, 64, BLOCK_K, num_warps=4,
+        )  # fmt: skip
+        weights, to = slab[:, : last - first], out[:, first:last]
+        if bias is None:
+            torch.mm(x, weights, out=to)
+        else:
+            torch.addmm(bias[first:last], x, weights, out=to)
+
+
+def launch_few(x: Tensor, planes: CodePlanes, bias: Tensor | None, out: Tensor) -> None:
+    """As `launch`, of up to MOST_FEW rows and codes in lanes."""
+    tokens, outputs, inputs = len(x), planes.outputs, planes.inputs
+    span, num_spans = spans_of(outputs, inputs)
+    rows = max(8, triton.next_power_of_2(tokens))
+    width, warps, groups, stages = (_FEW_K if planes.format in OF_256 else _FEW)[rows]
+    is_part = out.dim() == 3
+    is_packed = has_ptx(x.device) and x.dtype is torch.bfloat16
+    grid = (triton.cdiv(outputs, width), 1, num_spans if is_part else 1)
+    few_rows[grid](
+        x, out, bias, *planes.tensors, tokens, outputs, inputs, planes.stride, x.stride(0),
+        out.stride(-2), span, num_spans, planes.format, rows, width, groups, stages, is_packed,
+        is_part, num_warps=warps,
+    )  # fmt: skip
+
+
+def has_ptx(device: torch.device) -> bool:
+    """Whether kernels are compiled for NVIDIA's GPUs, whose assembler few_rows has lines of."""
+    is_compiled = isinstance(few_rows, JITFunction)  # not interpreted
+    return is_compiled and torch.version.hip is None and device.type != "xpu"
 
 
 def launch(
@@ -212,7 +273,7 @@ def options_of(width: int) -> dict[str, int]:
 
 def spans_of(outputs: int, inputs: int) -> tuple[int, int]:
     """The inputs of a span, and how many spans there are: the same for every number of rows."""
-    wanted = min(_PROGRAMS // triton.cdiv(outputs, 64), inputs // _LEAST_SPAN)
+    wanted = min(_PROGRAMS // triton.cdiv(outputs, 64), _MOST_SPANS, inputs // _LEAST_SPAN)
     span = triton.cdiv(triton.cdiv(inputs, max(1, wanted)), 256) * 256
     return span, triton.cdiv(inputs, span)
 

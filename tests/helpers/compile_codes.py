@@ -22,7 +22,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from nanoengine.kernels.code_planes import planes_of
-from nanoengine.kernels.triton_codes import ChosenTiles, CodedExperts, TritonCodes
+from nanoengine.kernels.triton_codes import (
+    MOST_MULTIPLIED,
+    ChosenTiles,
+    CodedExperts,
+    TritonCodes,
+)
 from nanoengine.models.stored_codes import CodedWeight
 
 OUTPUTS, INPUTS = 48, 1024
@@ -75,12 +80,14 @@ def spilled_bytes(made: Any) -> int:
 
 
 def calls(name: str) -> None:
-    """Few rows and one, with a merge; many; rows of experts; a gather."""
+    """One row and few, with a merge; many; more, unpacked; rows of experts; a gather."""
     rows = random_rows(name, OUTPUTS, INPUTS)
     weight = CodedWeight((rows,), torch.bfloat16)
     product = TritonCodes().pack(weight, torch.zeros(OUTPUTS, dtype=torch.bfloat16))
-    for tokens in (1, 8, 128):
+    for tokens in (1, 64):
         product(values(tokens))
+    product.in_float(values(128))
+    product(values(MOST_MULTIPLIED + 1))
     experts = CodedExperts(planes_of([rows, rows]), None)
     experts(values(16), ChosenTiles.of(torch.zeros(16, 2).long(), 2), 2)
     product.gather_rows(torch.arange(4))

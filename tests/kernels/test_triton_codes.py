@@ -4,8 +4,10 @@ the package gguf), and products are theirs. The compiler makes code for GPUs tha
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,10 +19,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from inline_ptx import create_inline_asm
 from triton.runtime import interpreter
 
 from nanoengine.kernels import triton_codes
-from nanoengine.kernels.code_planes import planes_of
+from nanoengine.kernels.code_planes import FOR_FEW, OF_256, planes_of
 from nanoengine.kernels.triton_codes import ChosenTiles, CodedExperts, CodedProduct, TritonCodes
 from nanoengine.models.stored_codes import FORMATS, CodedWeight, Weight, joined
 
@@ -115,19 +118,88 @@ def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in FORMATS
     ],
 )
-def test_a_product_is_that_of_the_numbers(name: str) -> None:
-    """Spans of inputs in parallel and one after the other, a tile that is not full, a bias."""
-    outputs, inputs = 40, 768 if FORMATS[name][0] > 32 else 544
+def test_a_product_is_that_of_the_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans of inputs in parallel and one after the other, a tile that is not full, a bias; also of
+    the planes for few rows, which many multiply so.
+    """
+    monkeypatch.setattr(triton_codes, "MOST_FEW", 0)
+    outputs, inputs = 40, 768 if FORMATS[name][0] > 32 else 576 if name == "MXFP4" else 544
     assert triton_codes.spans_of(outputs, inputs)[1] > 1
     for dtype in (F32, BF16):
-        weight, bias = random_weight(name, outputs, inputs, dtype), normal(outputs, dtype=dtype)
-        product = pack(weight, bias)
-        for rows in (3, 9):
-            x = normal(rows, inputs, dtype=dtype, seed=rows)
-            got = product(x)
-            assert got.dtype is dtype
-            assert_product(got, x, weight.numbers(), bias)
-            assert_product(product.in_float(x), x, weight.numbers(), bias)
+        check_product(random_weight(name, outputs, inputs, dtype))
+
+
+def check_product(weight: Any, numbers: Tensor | None = None) -> None:
+    """Of 3 and 9 rows; numbers: if they are not those of the weight."""
+    outputs, inputs = weight.shape
+    bias = normal(outputs, dtype=weight.dtype)
+    product = pack(weight, bias)
+    numbers = weight.numbers() if numbers is None else numbers
+    for rows in (3, 9):
+        x = normal(rows, inputs, dtype=weight.dtype, seed=rows)
+        got = product(x)
+        assert got.dtype is weight.dtype
+        assert_product(got, x, numbers, bias)
+        assert_product(product.in_float(x), x, numbers, bias)
+
+
+@pytest.mark.usefixtures("short_spans")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.breadth] * (name not in ("Q4_0", "Q4_K", "Q6_K", "Q8_0"))
+        )
+        for name in FOR_FEW
+    ],
+)
+def test_few_rows_multiply_numbers_that_are_not_rounded(name: str) -> None:
+    """Scales multiply sums; levels of NF4 are rounded."""
+    rows = random_rows(name, 40, 768 if name in OF_256 else 576)
+    numbers = rows.numbers(F32)
+    for dtype in (F32, BF16):
+        if name == "NF4":
+            scales = rows.rows.view(40, -1, 36)[..., :4].contiguous().view(F32)
+            levels = (numbers.view(40, -1, 64) / scales).to(dtype).float()
+            check_product(CodedWeight((rows,), dtype), (levels * scales).view(40, -1))
+        else:
+            check_product(CodedWeight((rows,), dtype), numbers)
+
+
+@pytest.mark.parametrize("name", FOR_FEW)
+def test_packed_codes_are_the_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does with two codes at a time, and the interpreter with one."""
+    product = pack(random_weight(name, 40, 256, BF16))
+    x = normal(5, 256, dtype=BF16)
+    want = product.in_float(x)
+    calls = Mock(side_effect=create_inline_asm)
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder, "create_inline_asm", lambda *args: calls(*args)
+    )
+    monkeypatch.setattr(triton_codes, "JITFunction", object)
+    assert torch.equal(product.in_float(x), want) and calls.called
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q6_K"])
+def test_many_rows_multiply_unpacked_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several slabs, of which the last one is not full."""
+    monkeypatch.setattr(triton_codes, "MOST_FEW", 0)
+    monkeypatch.setattr(triton_codes, "MOST_MULTIPLIED", 2)
+    monkeypatch.setattr(triton_codes, "MOST_MULTIPLIED_SLOWLY", 2)
+    monkeypatch.setattr(triton_codes, "_SLAB", 32)
+    for dtype in (F32, BF16):
+        check_product(random_weight(name, 40, 768 if name == "Q6_K" else 544, dtype))
+
+
+@pytest.mark.usefixtures("plain_dot", "short_spans")
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K"])
+def test_a_row_has_the_same_bits_among_few_rows(name: str) -> None:
+    """In tiles of all sizes."""
+    product = pack(random_weight(name, 40, 768, F32))
+    x = normal(64, 768)
+    want = product(x)
+    for first, last in ((0, 1), (7, 9), (20, 30), (30, 50)):
+        assert torch.equal(product(x[first:last]), want[first:last])
 
 
 @pytest.mark.usefixtures("plain_dot", "short_spans")
@@ -199,11 +271,28 @@ def test_all_compile_for_a_gpu(formats: str, capabilities: str) -> None:
     """
     made = compiled_by(HELPER, formats, capabilities)
     kernels = [each["kernel"] for each in made]
-    one_each = ["product", "merge", "product", "merge", "product", "product", "gather"]
-    assert kernels == one_each * len(formats.split(",")) * len(capabilities.split(","))
+    expected = []
+    for name in formats.split(","):
+        few = "few_rows" if name in FOR_FEW else "product"
+        one_each = [few, "merge", few, "merge", "product", "unpack", "product", "gather"]
+        expected += one_each * len(capabilities.split(","))
+    assert kernels == expected
     most = {80: 163, 89: 99, 90: 227, 120: 99}
+    # A few words: of 128 rows such that are read once a span; of few rows, on sm_120 alone.
+    spilled = Counter(product=64, few_rows=32)
     for each in made:
         assert each["shared"] <= most[each["capability"]] << 10, each
-        assert each["rounded"] and not each["flushed"] and not each["spilled"], each
-        if each["kernel"] == "product":
+        assert not each["flushed"] and each["spilled"] <= spilled[each["kernel"]], each
+        assert each["rounded"] or each["kernel"] == "few_rows", each  # its numbers are exact
+        if each["kernel"] in ("product", "few_rows"):
             assert each["tensor_cores"] and each["copied_ahead"] >= 2, each
+
+
+def test_only_nvidias_gpus_get_lines_of_their_assembler(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = torch.device("cuda")
+    assert not triton_codes.has_ptx(here), "it is interpreted"
+    monkeypatch.setattr(triton_codes, "JITFunction", object)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert triton_codes.has_ptx(here) and not triton_codes.has_ptx(torch.device("xpu"))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not triton_codes.has_ptx(here)

@@ -1,0 +1,237 @@
+"""Fields of words become numbers of 16 bits without their scale: operands of triton_few_rows.py.
+
+Each twice: in Triton, and for bfloat16 in PTX that makes two numbers in a register.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nanoengine.kernels.triton_code_kernels import _e2m1, _nf4
+
+
+@triton.jit
+def _fields(word, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """The numbers of the four fields of words, lowest first, without their scale."""
+    code = word.to(tl.int32)
+    return (
+        _number(code & 15, dtype, FORMAT),
+        _number(code >> 4 & 15, dtype, FORMAT),
+        _number(code >> 8 & 15, dtype, FORMAT),
+        _number(code >> 12 & 15, dtype, FORMAT),
+    )
+
+
+@triton.jit
+def _bytes(word, dtype: tl.constexpr):
+    """The two bytes of words, with a sign."""
+    code = word.to(tl.int32)
+    return (code << 24 >> 24).to(tl.float32).to(dtype), (code >> 8).to(tl.float32).to(dtype)
+
+
+@triton.jit
+def _number(code, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    if FORMAT == "MXFP4":
+        number = _e2m1(code)
+    elif FORMAT == "NF4":
+        number = _nf4(code)
+    elif FORMAT == "Q4_0":
+        number = (code - 8).to(tl.float32)
+    else:
+        number = code.to(tl.float32)
+    return number.to(dtype)
+
+
+@triton.jit
+def _packed_bytes(word):
+    """`_bytes` as bfloat16, two in a register: 0x4300 | c is 128 + c, for c below 128."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 s, t, u, v;
+        mov.b32 s, 0xBF80BF80;
+        lop3.b32 t, $2, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 u, $2, 0x00800080, 0x43004300, 0xEA;
+        shr.u32 v, $2, 8;
+        fma.rn.bf16x2 $0, u, s, t;
+        lop3.b32 t, v, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 u, v, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $1, u, s, t;
+        }
+        """,
+        "=&r,=&r,r", [word], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _packed_levels(word):
+    """The levels of NF4 as bfloat16: prmt looks up their bytes, among 8 at a time."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 s0, s1, m0, m1, a, b, l0, h0, l1, h1, p, q, r, t;
+        and.b32 s0, $4, 0x77777777;
+        shr.b32 s1, s0, 16;
+        shr.b32 t, $4, 1;
+        and.b32 t, t, 0x44444444;
+        prmt.b32 m0, 0, -1, t;
+        shr.b32 t, t, 16;
+        prmt.b32 m1, 0, -1, t;
+        prmt.b32 a, 0xca063280, 0x00ba3d92, s0;
+        prmt.b32 b, 0xad7c25a3, 0x803910e2, s0;
+        lop3.b32 l0, m0, b, a, 0xCA;
+        prmt.b32 a, 0xbebfbfbf, 0x00bdbebe, s0;
+        prmt.b32 b, 0x3e3e3e3d, 0x3f3f3f3e, s0;
+        lop3.b32 h0, m0, b, a, 0xCA;
+        prmt.b32 a, 0xca063280, 0x00ba3d92, s1;
+        prmt.b32 b, 0xad7c25a3, 0x803910e2, s1;
+        lop3.b32 l1, m1, b, a, 0xCA;
+        prmt.b32 a, 0xbebfbfbf, 0x00bdbebe, s1;
+        prmt.b32 b, 0x3e3e3e3d, 0x3f3f3f3e, s1;
+        lop3.b32 h1, m1, b, a, 0xCA;
+        prmt.b32 p, l0, h0, 0x5140;
+        prmt.b32 q, l0, h0, 0x7362;
+        prmt.b32 r, l1, h1, 0x5140;
+        prmt.b32 t, l1, h1, 0x7362;
+        prmt.b32 $0, p, r, 0x5410;
+        prmt.b32 $1, p, r, 0x7632;
+        prmt.b32 $2, q, t, 0x5410;
+        prmt.b32 $3, q, t, 0x7632;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r", [word], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _packed_e2m1(word):
+    """Numbers of 4 bits have the bits of bfloat16, but for the exponent."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 s, t, u, z;
+        mov.b32 s, 0x7E807E80;
+        mov.b32 z, 0x80008000;
+        shl.b32 t, $4, 6;
+        and.b32 t, t, 0x01C001C0;
+        shl.b32 u, $4, 12;
+        lop3.b32 t, u, 0x80008000, t, 0xEA;
+        fma.rn.bf16x2 $0, t, s, z;
+        shl.b32 t, $4, 2;
+        and.b32 t, t, 0x01C001C0;
+        shl.b32 u, $4, 8;
+        lop3.b32 t, u, 0x80008000, t, 0xEA;
+        fma.rn.bf16x2 $1, t, s, z;
+        shr.u32 t, $4, 2;
+        and.b32 t, t, 0x01C001C0;
+        shl.b32 u, $4, 4;
+        lop3.b32 t, u, 0x80008000, t, 0xEA;
+        fma.rn.bf16x2 $2, t, s, z;
+        shr.u32 t, $4, 6;
+        and.b32 t, t, 0x01C001C0;
+        mov.b32 u, $4;
+        lop3.b32 t, u, 0x80008000, t, 0xEA;
+        fma.rn.bf16x2 $3, t, s, z;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r", [word], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _packed_integers(word, FORMAT: tl.constexpr):
+    """Codes, of Q4_0 less 8; see `_packed_bytes`."""
+    offset = tl.full(word.shape, 136 if FORMAT == "Q4_0" else 128, tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 s, t, u;
+        mov.b32 s, 0xBF80BF80;
+        lop3.b32 t, $4, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, $5, s, t;
+        shr.u32 u, $4, 4;
+        lop3.b32 t, u, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $1, $5, s, t;
+        shr.u32 u, $4, 8;
+        lop3.b32 t, u, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $2, $5, s, t;
+        shr.u32 u, $4, 12;
+        lop3.b32 t, u, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $3, $5, s, t;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r", [word, offset],
+        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _packed_fields(word, FORMAT: tl.constexpr):
+    """`_fields` as bfloat16, two in a register."""
+    if FORMAT == "NF4":
+        fields = _packed_levels(word)
+    elif FORMAT == "MXFP4":
+        fields = _packed_e2m1(word)
+    else:
+        fields = _packed_integers(word, FORMAT)
+    return fields
+
+
+@triton.jit
+def _deep_fields(word, high, dtype: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr):
+    """`_fields` of codes whose BITS high bits lie in other words, from bit FIRST on."""
+    MASK: tl.constexpr = (1 << BITS) - 1
+    LESS: tl.constexpr = 32 if BITS == 2 else 0
+    code, high = word.to(tl.int32), high.to(tl.int32) >> FIRST
+    a = (code & 15 | (high & MASK) << 4) - LESS
+    b = (code >> 4 & 15 | (high >> BITS & MASK) << 4) - LESS
+    c = (code >> 8 & 15 | (high >> 2 * BITS & MASK) << 4) - LESS
+    d = (code >> 12 & 15 | (high >> 3 * BITS & MASK) << 4) - LESS
+    return (
+        a.to(tl.float32).to(dtype),
+        b.to(tl.float32).to(dtype),
+        c.to(tl.float32).to(dtype),
+        d.to(tl.float32).to(dtype),
+    )
+
+
+@triton.jit
+def _packed_deep(word, high, BITS: tl.constexpr, FIRST: tl.constexpr):
+    """`_deep_fields` as bfloat16, two in a register; see `_packed_bytes`."""
+    bits = tl.full(word.shape, BITS, tl.int32)
+    first = tl.full(word.shape, FIRST, tl.int32)
+    mask = tl.full(word.shape, 0x00300030 if BITS == 2 else 0x00100010, tl.int32)
+    offset = tl.full(word.shape, 160 if BITS == 2 else 128, tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 s, t, u, h;
+        mov.b32 s, 0xBF80BF80;
+        shr.u32 h, $5, $8;
+        shl.b32 h, h, 4;
+        lop3.b32 t, $4, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 t, h, $10, t, 0xEA;
+        fma.rn.bf16x2 $0, $12, s, t;
+        shr.u32 h, h, $6;
+        shr.u32 u, $4, 4;
+        lop3.b32 t, u, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 t, h, $10, t, 0xEA;
+        fma.rn.bf16x2 $1, $12, s, t;
+        shr.u32 h, h, $6;
+        shr.u32 u, $4, 8;
+        lop3.b32 t, u, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 t, h, $10, t, 0xEA;
+        fma.rn.bf16x2 $2, $12, s, t;
+        shr.u32 h, h, $6;
+        shr.u32 u, $4, 12;
+        lop3.b32 t, u, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 t, h, $10, t, 0xEA;
+        fma.rn.bf16x2 $3, $12, s, t;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [word, high, bits, first, mask, offset],
+        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
