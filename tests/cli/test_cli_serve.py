@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -72,17 +71,6 @@ def test_who_may_come_in() -> None:
     assert url("::1", 80) == "http://[::1]:80"
 
 
-@pytest.fixture
-def own_logs() -> Iterator[None]:
-    """A command shows logs from then on, as if it were the process."""
-    logger = logging.getLogger("nanoengine")
-    level, handlers = logger.level, [*logger.handlers]
-    yield
-    logger.setLevel(level)
-    logger.handlers[:] = handlers
-
-
-@pytest.mark.usefixtures("own_logs")
 def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -117,7 +105,6 @@ print([name for name in ("torch", "fastapi", "uvicorn") if name in sys.modules])
     assert ran.stdout == f"{FAILED}\n[]\n" and "cannot listen on" in ran.stderr
 
 
-@pytest.mark.usefixtures("own_logs")
 def test_without_its_extra_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
