@@ -36,6 +36,7 @@ FEW_QUERIES = 17  # the most of a sequence whose partitions run in parallel
 MOST_ROWS, PREFILL_WARPS = 128, 8  # rows: heads of queries
 MOST_OF_4_WARPS = 64 * 128  # numbers of the results that 4 warps hold in registers
 DECODE_PROGRAMS = 4096  # per launch, also of sequences that only pad: some for each multiprocessor
+TWO_AT_ONCE = 64  # rows of a program that leaves room for another: that one reads ahead for it
 MAX_TILE = 128
 MASS_ROWS = 256  # of the states that add_mass loads together
 TILES_IN_SHARED_MEMORY = 2  # the one in use, and the next one on its way
@@ -247,7 +248,8 @@ class TritonAttention:
             parts.start, states.row_max, states.row_sum, states.acc, *of.kept,
             self._scale, len(q), *_strides(q, chunk), **shape, WINDOW=of.window,
             LONGEST=self._config.longest_window or 0,
-            num_warps=4 if rows * shape["DIM"] <= MOST_OF_4_WARPS else 8, num_stages=_stages(q),
+            num_warps=4 if rows * shape["DIM"] <= MOST_OF_4_WARPS else 8,
+            num_stages=1 if rows == TWO_AT_ONCE else _stages(q),
         )  # fmt: skip
 
     def _run_merge(self, of: _Layer, parts: _Partitions) -> None:

@@ -57,7 +57,6 @@ def prefill(
     state = state_max, state_sum, state_acc
     whole_max, whole_sum, whole_acc = load_state(state, at, is_carried, d, HEAD_DIM)
     whole_max, whole_sum = after_sinks(sinks, head, is_row & ~is_carried, whole_max, whole_sum)
-    row_max, row_sum, acc = load_state(state, part_at, is_carried, d, HEAD_DIM)
 
     kv_at = group // GROUPS_OF_KEYS * HEAD_DIM
     keys, values, pages = k + kv_at, v + kv_at, table + span * table_row
@@ -65,22 +64,14 @@ def prefill(
     begin = tl.maximum(first_key, first_key_seen(first_position, WINDOW) // TILE * TILE)
     all_see = tl.minimum(end_key, first_position + 1) // TILE * TILE  # where there is no window
     end = tl.minimum(end_key, tl.max(position) + 1)
-    first_part = partition_of(begin, PARTITION, SHORT)
-    for part in range(first_part, num_partitions(end, PARTITION, SHORT)):
-        part_begin = tl.maximum(partition_begin(part, PARTITION, SHORT), begin)
-        part_stop = partition_begin(part + 1, PARTITION, SHORT)
-        part_end = tl.minimum(part_stop, end)
-        row_max, row_sum, acc = fold_tiles(
-            queries, keys, values, boxes, pages, first_key, kv_block, kv_row, scale,
-            position - WINDOW, position, part_begin, tl.minimum(part_end, all_see), part_end,
-            row_max, row_sum, acc, kept,
-            HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, WINDOW > 0,
-        )  # fmt: skip
-        if part_end == part_stop:
-            whole_max, whole_sum, whole_acc = merged(
-                whole_max, whole_sum, whole_acc, row_max, row_sum, acc
-            )
-            row_max, row_sum, acc = empty_state(ROWS, DIM)
+    whole, row = fold_tiles(
+        queries, keys, values, boxes, pages, first_key, kv_block, kv_row, scale,
+        position - WINDOW, position, begin, all_see, end, (whole_max, whole_sum, whole_acc),
+        load_state(state, part_at, is_carried, d, HEAD_DIM), kept,
+        HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, WINDOW > 0, PARTITION, SHORT,
+    )  # fmt: skip
+    whole_max, whole_sum, whole_acc = whole
+    row_max, row_sum, acc = row
 
     if end_key == kv_len:
         whole_max, whole_sum, whole_acc = merged(
@@ -137,12 +128,13 @@ def decode(
         slot = tl.load(part_start + seq).to(tl.int64) + (part - kept_from) * num_queries
         at = (slot + query) * HEADS + head
         is_carried = is_row & (r < tl.where(begin > part_begin, ROWS, 0))
-        row_max, row_sum, acc = load_state(parts, at, is_carried, d, HEAD_DIM)
-        row_max, row_sum, acc = fold_tiles(
+        row = load_state(parts, at, is_carried, d, HEAD_DIM)
+        _, row = fold_tiles(
             queries, keys, values, boxes, pages, first_key, kv_block, kv_row, scale, hidden,
-            position, begin, tl.minimum(end, all_see), end, row_max, row_sum, acc, kept,
-            HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, WINDOW > 0,
+            position, begin, tl.minimum(end, all_see), end, row, row, kept,
+            HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, WINDOW > 0, 0, 0,
         )  # fmt: skip
+        row_max, row_sum, acc = row
         store_state(parts, at, is_row, d, row_max, row_sum, acc, HEAD_DIM)
 
 

@@ -40,6 +40,16 @@ def num_partitions(keys, PARTITION: tl.constexpr, SHORT: tl.constexpr):
 
 
 @triton.jit
+def ends_partition(key, PARTITION: tl.constexpr, SHORT: tl.constexpr):
+    """Whether a partition ends before this key. PARTITION = 0: no."""
+    if not PARTITION:
+        return False
+    short = key // PARTITION
+    is_inside = (short > SHORT) & ((short - SHORT) % LONG != 0)
+    return (key % PARTITION == 0) & ~is_inside
+
+
+@triton.jit
 def span_of(
     span, seq_index, first_block, num_blocks, query_start, kv_lens, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -129,23 +139,30 @@ def _fold(
     tile_sum = tl.sum(weights, 1)
     row_sum = tl.fma(row_sum, decay, tile_sum)
     keep(kept, start // TILE + 1, new_max, tile_sum, start <= position)
-    acc = acc * decay[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    # From zero: Triton 3.6 does not wait for a product that adds to acc before acc is merged.
+    tile_acc = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    acc = tl.fma(acc, decay[:, None], tile_acc)
     return new_max, row_sum, acc
 
 
 @triton.jit
 def fold_tiles(
     q, keys, values, boxes, pages, first_key, kv_block, kv_row, scale, hidden, position, begin,
-    all_see, end,
-    row_max, row_sum, acc, kept,
+    all_see, end, whole, row, kept,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     TILE_PAD: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, IS_MASKED: tl.constexpr,
+    PARTITION: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys [begin, end); every row sees all keys before `all_see`. `pages` holds the
-    blocks from key `first_key` on. boxes: descriptors of keys and of values as rows of all heads,
-    by which the GPU copies a tile in one go, and the head's first column; (None, None, _) without.
+    """Fold the keys [begin, end) into the state `row`, and where a partition ends, that into
+    `whole`: one loop over all partitions, as copies ahead of time end with a loop. PARTITION = 0:
+    the keys are those of one, and `whole` stays.
+
+    Every row sees all keys before `all_see`. `pages` holds the blocks from key `first_key` on.
+    boxes: descriptors of keys and of values as rows of all heads, by which the GPU copies a tile in
+    one go, and the head's first column; (None, None, _) without.
     """
+    row_max, row_sum, acc = row
+    whole_max, whole_sum, whole_acc = whole
     if not IS_MASKED:
         for start in range(begin, all_see, TILE):
             page = tl.load(pages + (start - first_key) // BLOCK)
@@ -154,6 +171,11 @@ def fold_tiles(
                 position, start, row_max, row_sum, acc, kept,
                 HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, False,
             )  # fmt: skip
+            if ends_partition(start + TILE, PARTITION, SHORT):
+                whole_max, whole_sum, whole_acc = merged(
+                    whole_max, whole_sum, whole_acc, row_max, row_sum, acc
+                )
+                row_max, row_sum, acc = empty_state(acc.shape[0], DIM)
         begin = tl.maximum(begin, all_see)
     for start in range(begin, end, TILE):
         page = tl.load(pages + (start - first_key) // BLOCK)
@@ -162,7 +184,12 @@ def fold_tiles(
             start, row_max, row_sum, acc, kept,
             HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, True,
         )  # fmt: skip
-    return row_max, row_sum, acc
+        if ends_partition(start + TILE, PARTITION, SHORT):
+            whole_max, whole_sum, whole_acc = merged(
+                whole_max, whole_sum, whole_acc, row_max, row_sum, acc
+            )
+            row_max, row_sum, acc = empty_state(acc.shape[0], DIM)
+    return (whole_max, whole_sum, whole_acc), (row_max, row_sum, acc)
 
 
 @triton.jit
