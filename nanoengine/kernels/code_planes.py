@@ -55,8 +55,7 @@ IN_BYTES = ("Q8_0", "INT8", "FP8")  # whose codes are bytes with a sign
 IN_SIX_BITS = ("Q4_K", "Q5_K")  # whose scales are
 IN_32_BITS = ("FP8", "NVFP4", "NF4")  # whose one number of a block is
 OF_256 = ("Q4_K", "Q5_K", "Q6_K")  # weights of a block
-FOR_FEW = ("Q4_0", "Q8_0", "MXFP4", "NF4", *OF_256)  # which few rows multiply in registers
-_LANES = 16  # weights side by side there: the inputs of one instruction
+_LANES = 16  # weights side by side for few rows: the inputs of one instruction
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +63,13 @@ class CodePlanes:
     """Rows of a weight, each plane int32 [rows of the plane, outputs padded], experts one after
     another. A word holds fields of neighbouring weights, the first one lowest.
 
-    codes: words of 8 weights, 4 bits each, or of 4 bytes. Of FOR_FEW, if inputs are a multiple
-    of 64, int16: 16 words hold 64 weights of 4 bits or 32 bytes, each word every 16th of them.
-    high: words of the fifth bits of 32 weights; of Q5_K and Q6_K int16 again: 16 words of the
-    fifth of 256, or of the fifth and sixth of 128. halves: words of the two numbers of 16 bits of
-    a block (IN_32_BITS: the one of 32), or where it has one, of two blocks (of Q6_K, of two
-    outputs). scales: 3 words for a block of Q4_K or Q5_K, see `_six_bits`, or words of the scales
-    of 64 weights of Q6_K or NVFP4, 8 bits each.
+    codes: words of 8 weights, 4 bits each, or of 4 bytes. If inputs are a multiple of 64, int16:
+    16 words hold 64 weights of 4 bits or 32 bytes, each word every 16th of them, and the block of
+    a NaN is NaN. high: words of the fifth bits of 32 weights; beside codes in int16, int16 too: 16
+    words of the fifth of 256, the last ones filled up, or of Q6_K the fifth and sixth of 128.
+    halves: words of the two numbers of 16 bits of a block (IN_32_BITS: the one of 32), or where it
+    has one, of two blocks (of Q6_K, of two outputs). scales: 3 words for a block of Q4_K or Q5_K,
+    see `_six_bits`, or words of the scales of 64 weights of Q6_K or NVFP4, 8 bits each.
     """
 
     format: str
@@ -120,15 +119,20 @@ def _pieces(name: str, rows: Tensor) -> dict[str, Tensor]:
     codes = blocks[..., fields.codes]
     bits = 8 if name in IN_BYTES else 4
     values = codes.flatten(1) if bits == 8 else _low(codes, fields.run)
-    if name in FOR_FEW and values.shape[1] % 64 == 0:
+    is_in_lanes = values.shape[1] % 64 == 0
+    if is_in_lanes:
         words = _in_lanes(values, bits)
     else:
         words = _as_words(codes) if bits == 8 else _packed(values, bits)
     pieces = {"codes": words, "halves": _halves(name, blocks[..., fields.halves])}
+    if is_in_lanes and name in ("FP8", "NVFP4"):
+        is_nan = (blocks[..., fields.scales or fields.codes] & 127 == 127).any(2)
+        pieces["halves"].masked_fill_(is_nan, 0x7FC00000)
     if fields.high is not None:
         high = _high(name, blocks[..., fields.high])
-        if name in OF_256:
-            pieces["high"] = _in_lanes(high, 2 if name == "Q6_K" else 1)
+        if is_in_lanes:
+            whole = functional.pad(high, (0, -high.shape[1] % 256))
+            pieces["high"] = _in_lanes(whole, 2 if name == "Q6_K" else 1)
         else:
             pieces["high"] = _packed(high, 1)
     if fields.scales is not None:

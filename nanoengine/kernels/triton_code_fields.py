@@ -8,44 +8,61 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.triton_code_kernels import _e2m1, _nf4
+from nanoengine.kernels.triton_code_kernels import _e2m1, _e4m3, _nf4
 
 
 @triton.jit
-def _fields(word, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """The numbers of the four fields of words, lowest first, without their scale."""
+def _fields(word, zeros, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """The numbers of the four fields of words, lowest first, without their scale. zeros: of the
+    first two and of the others, [outputs, 16], which INT4 takes off.
+    """
     code = word.to(tl.int32)
     return (
-        _number(code & 15, dtype, FORMAT),
-        _number(code >> 4 & 15, dtype, FORMAT),
-        _number(code >> 8 & 15, dtype, FORMAT),
-        _number(code >> 12 & 15, dtype, FORMAT),
+        _number(code & 15, zeros[0], dtype, FORMAT),
+        _number(code >> 4 & 15, zeros[0], dtype, FORMAT),
+        _number(code >> 8 & 15, zeros[1], dtype, FORMAT),
+        _number(code >> 12 & 15, zeros[1], dtype, FORMAT),
     )
 
 
 @triton.jit
-def _bytes(word, dtype: tl.constexpr):
-    """The two bytes of words, with a sign."""
-    code = word.to(tl.int32)
-    return (code << 24 >> 24).to(tl.float32).to(dtype), (code >> 8).to(tl.float32).to(dtype)
-
-
-@triton.jit
-def _number(code, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    if FORMAT == "MXFP4":
+def _number(code, zero, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    if FORMAT == "MXFP4" or FORMAT == "NVFP4":
         number = _e2m1(code)
     elif FORMAT == "NF4":
         number = _nf4(code)
-    elif FORMAT == "Q4_0":
-        number = (code - 8).to(tl.float32)
     else:
-        number = code.to(tl.float32)
+        number = code.to(tl.float32) - zero
     return number.to(dtype)
 
 
 @triton.jit
-def _packed_bytes(word):
-    """`_bytes` as bfloat16, two in a register: 0x4300 | c is 128 + c, for c below 128."""
+def _bytes(word, zero, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """The numbers of the two bytes of words; zero: what INT8 takes off, [outputs, 16]."""
+    code = word.to(tl.int32)
+    low, above = code << 24 >> 24, code >> 8
+    if FORMAT == "FP8":
+        a, b = _e4m3(low), _e4m3(above)
+    else:
+        a, b = low.to(tl.float32) - zero, above.to(tl.float32) - zero
+    return a.to(dtype), b.to(dtype)
+
+
+@triton.jit
+def _packed_bytes(word, zero, FORMAT: tl.constexpr):
+    """`_bytes` as bfloat16, two in a register."""
+    if FORMAT == "FP8":
+        pair = _packed_e4m3(word)
+    elif FORMAT == "INT8":
+        pair = _packed_less(word, zero.to(tl.bfloat16))
+    else:
+        pair = _packed_signed(word)
+    return pair
+
+
+@triton.jit
+def _packed_signed(word):
+    """Bytes with a sign as bfloat16: 0x4300 | c is 128 + c, for c below 128."""
     return tl.inline_asm_elementwise(
         """
         {
@@ -58,6 +75,54 @@ def _packed_bytes(word):
         lop3.b32 t, v, 0x007F007F, 0x43004300, 0xEA;
         lop3.b32 u, v, 0x00800080, 0x43004300, 0xEA;
         fma.rn.bf16x2 $1, u, s, t;
+        }
+        """,
+        "=&r,=&r,r", [word], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _packed_less(word, zero):
+    """`_packed_signed` less a zero: of at most 256, so exact."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 s, t, u, v;
+        mov.b32 s, 0xBF80BF80;
+        lop3.b32 t, $2, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 u, $2, 0x00800080, 0x43004300, 0xEA;
+        shr.u32 v, $2, 8;
+        fma.rn.bf16x2 t, u, s, t;
+        fma.rn.bf16x2 $0, $3, s, t;
+        lop3.b32 t, v, 0x007F007F, 0x43004300, 0xEA;
+        lop3.b32 u, v, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 t, u, s, t;
+        fma.rn.bf16x2 $1, $3, s, t;
+        }
+        """,
+        "=&r,=&r,r,r", [word, zero], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _packed_e4m3(word):
+    """Numbers of 8 bits have the bits of bfloat16, but for the exponent."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 s, t, u, z;
+        mov.b32 s, 0x7B807B80;
+        mov.b32 z, 0x80008000;
+        shl.b32 t, $2, 4;
+        and.b32 t, t, 0x07F007F0;
+        shl.b32 u, $2, 8;
+        lop3.b32 t, u, 0x80008000, t, 0xEA;
+        fma.rn.bf16x2 $0, t, s, z;
+        shr.u32 t, $2, 4;
+        and.b32 t, t, 0x07F007F0;
+        mov.b32 u, $2;
+        lop3.b32 t, u, 0x80008000, t, 0xEA;
+        fma.rn.bf16x2 $1, t, s, z;
         }
         """,
         "=&r,=&r,r", [word], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
@@ -142,9 +207,8 @@ def _packed_e2m1(word):
 
 
 @triton.jit
-def _packed_integers(word, FORMAT: tl.constexpr):
-    """Codes, of Q4_0 less 8; see `_packed_bytes`."""
-    offset = tl.full(word.shape, 136 if FORMAT == "Q4_0" else 128, tl.bfloat16)
+def _packed_integers(word, early, late):
+    """Codes less a zero; see `_packed_signed`. early, late: 128 + zero of two fields each."""
     return tl.inline_asm_elementwise(
         """
         {
@@ -157,34 +221,38 @@ def _packed_integers(word, FORMAT: tl.constexpr):
         fma.rn.bf16x2 $1, $5, s, t;
         shr.u32 u, $4, 8;
         lop3.b32 t, u, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $2, $5, s, t;
+        fma.rn.bf16x2 $2, $6, s, t;
         shr.u32 u, $4, 12;
         lop3.b32 t, u, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $3, $5, s, t;
+        fma.rn.bf16x2 $3, $6, s, t;
         }
         """,
-        "=&r,=&r,=&r,=&r,r,r", [word, offset],
+        "=&r,=&r,=&r,=&r,r,r,r", [word, early, late],
         (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @triton.jit
-def _packed_fields(word, FORMAT: tl.constexpr):
+def _packed_fields(word, zeros, FORMAT: tl.constexpr):
     """`_fields` as bfloat16, two in a register."""
     if FORMAT == "NF4":
         fields = _packed_levels(word)
-    elif FORMAT == "MXFP4":
+    elif FORMAT == "MXFP4" or FORMAT == "NVFP4":
         fields = _packed_e2m1(word)
     else:
-        fields = _packed_integers(word, FORMAT)
+        early, late = zeros
+        fields = _packed_integers(
+            word, (early + 128.0).to(tl.bfloat16), (late + 128.0).to(tl.bfloat16)
+        )
     return fields
 
 
 @triton.jit
-def _deep_fields(word, high, dtype: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr):
-    """`_fields` of codes whose BITS high bits lie in other words, from bit FIRST on."""
+def _deep_fields(
+    word, high, dtype: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr, LESS: tl.constexpr
+):  # fmt: skip
+    """`_fields` of codes less LESS, whose BITS high bits lie in other words, from bit FIRST on."""
     MASK: tl.constexpr = (1 << BITS) - 1
-    LESS: tl.constexpr = 32 if BITS == 2 else 0
     code, high = word.to(tl.int32), high.to(tl.int32) >> FIRST
     a = (code & 15 | (high & MASK) << 4) - LESS
     b = (code >> 4 & 15 | (high >> BITS & MASK) << 4) - LESS
@@ -199,12 +267,12 @@ def _deep_fields(word, high, dtype: tl.constexpr, BITS: tl.constexpr, FIRST: tl.
 
 
 @triton.jit
-def _packed_deep(word, high, BITS: tl.constexpr, FIRST: tl.constexpr):
-    """`_deep_fields` as bfloat16, two in a register; see `_packed_bytes`."""
+def _packed_deep(word, high, BITS: tl.constexpr, FIRST: tl.constexpr, LESS: tl.constexpr):
+    """`_deep_fields` as bfloat16, two in a register; see `_packed_signed`."""
     bits = tl.full(word.shape, BITS, tl.int32)
     first = tl.full(word.shape, FIRST, tl.int32)
     mask = tl.full(word.shape, 0x00300030 if BITS == 2 else 0x00100010, tl.int32)
-    offset = tl.full(word.shape, 160 if BITS == 2 else 128, tl.bfloat16)
+    offset = tl.full(word.shape, 128 + LESS, tl.bfloat16)
     return tl.inline_asm_elementwise(
         """
         {

@@ -91,7 +91,7 @@ def _in_lanes(
     if HIGH:
         EVERY: tl.constexpr = 16 // HIGH
         lane = k // 16 + w // 16 * 4
-        row = expert * (inputs // EVERY) + lane // EVERY * 16 + w % 16
+        row = expert * (tl.cdiv(inputs, 256) * 16 * HIGH) + lane // EVERY * 16 + w % 16
         to = high + row.to(tl.int64)[None, :] * stride + n[:, None]
         word = tl.load(to, mask=mask, other=0).to(tl.int32) >> (lane % EVERY * HIGH)[None, :]
         word = tl.join(word, word >> 2 * HIGH)
@@ -126,10 +126,11 @@ def _code(codes, high, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.con
     """The codes of `_numbers`, int32 [outputs, words, codes of a word]."""
     if codes.dtype.element_ty == tl.int32:
         code = _in_words(codes, high, n, is_output, at, stride, FORMAT, K)
-    elif FORMAT == "Q8_0":
+    elif FORMAT == "Q8_0" or FORMAT == "INT8" or FORMAT == "FP8":
         code = _in_lanes(codes, high, n, is_output, at, stride, 2, 0, 4, K)
     else:
-        HIGH: tl.constexpr = 2 if FORMAT == "Q6_K" else 1 if FORMAT == "Q5_K" else 0
+        IS_5: tl.constexpr = FORMAT == "Q5_0" or FORMAT == "Q5_1" or FORMAT == "Q5_K"
+        HIGH: tl.constexpr = 2 if FORMAT == "Q6_K" else 1 if IS_5 else 0
         code = _in_lanes(codes, high, n, is_output, at, stride, 4, HIGH, 8, K)
     return code
 
@@ -193,6 +194,36 @@ def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.const
 
 
 @triton.jit
+def choose(
+    ids, experts, starts, ends, places, choices, tiles,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """The tensors of ChosenTiles: a program makes STEP places, and STEP tiles."""
+    own = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    expert = tl.arange(0, EXPERTS)
+    mine = tl.load(ids + own, mask=own < choices, other=0)[:, None]
+    before, counts = tl.zeros([STEP], tl.int32), tl.zeros([EXPERTS], tl.int32)
+    for first in range(0, choices, STEP):
+        other = first + tl.arange(0, STEP)
+        theirs = tl.load(ids + other, mask=other < choices, other=EXPERTS)[None, :]
+        is_before = (theirs < mine) | (theirs == mine) & (other[None, :] < own[:, None])
+        before += tl.sum(is_before.to(tl.int32), 1)
+        counts += tl.sum((theirs == expert[:, None]).to(tl.int32), 1)
+    tl.store(places + before, own.to(tl.int64), mask=own < choices)
+    num_tiles, last = (counts + ROWS - 1) // ROWS, tl.cumsum(counts, 0)
+    tile_ends = tl.cumsum(num_tiles, 0)
+    index = own[:, None] - (tile_ends - num_tiles)[None, :]
+    is_its = (index >= 0) & (index < num_tiles[None, :])  # of one expert, or none
+    found = tl.sum(tl.where(is_its, expert[None, :] + 1, 0), 1) - 1
+    start = tl.sum(tl.where(is_its, (last - counts)[None, :] + index * ROWS, 0), 1)
+    end = tl.sum(tl.where(is_its, last[None, :], 0), 1)
+    is_tile = own < tiles
+    tl.store(experts + own, found.to(tl.int64), mask=is_tile)
+    tl.store(starts + own, start.to(tl.int64), mask=is_tile)
+    tl.store(ends + own, end.to(tl.int64), mask=is_tile)
+
+
+@triton.jit
 def _chosen_rows(tile, tiles, ROWS: tl.constexpr, EACH: tl.constexpr):
     """The rows of a tile: of x, of out, which are there, and their expert. A row of out is a
     choice, of which each row of x makes EACH; tiles: of ChosenTiles.
@@ -202,6 +233,13 @@ def _chosen_rows(tile, tiles, ROWS: tl.constexpr, EACH: tl.constexpr):
     is_row = index < tl.load(ends + tile)
     place = tl.load(places + index, mask=is_row, other=0)
     return place // EACH, place, is_row, tl.load(experts + tile)
+
+
+@triton.jit
+def _bias(bias, n, is_output, span):
+    """What the sum of the first span begins with."""
+    is_first = n * 0 + span == 0  # a block: the interpreter takes no scalar here
+    return tl.load(bias + n, mask=is_output & is_first, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens", "num_spans"])  # one code for steps of one size
@@ -233,8 +271,8 @@ def product(
     IS_EVEN: tl.constexpr,
     IS_PART: tl.constexpr,
 ):
-    """ROWS rows of x times OUTPUTS outputs. IS_PART: one span, float32 [spans, tokens, outputs].
-    EACH: the choices of each row of x; 0: there are no experts.
+    """ROWS rows of x times OUTPUTS outputs. tokens: rows of out. IS_PART: one span, float32 [spans,
+    tokens, outputs]. EACH: the choices of each row of x; 0: there are no experts.
     """
     first, last = 0, num_spans
     if IS_PART:
@@ -244,7 +282,9 @@ def product(
         tiles = experts, starts, ends, places
         x_at, out_at, is_row, expert = _chosen_rows(tl.program_id(0), tiles, ROWS, EACH)
         if expert < 0:  # a tile beyond those that rows fill
-            last = 0
+            last = first
+        if bias is not None:  # such a tile reads that of the first, for no row
+            bias += tl.maximum(expert, 0) * outputs
     else:
         x_at = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         out_at, is_row, expert = x_at, x_at < tokens, 0
@@ -253,6 +293,8 @@ def product(
     is_output = n < outputs
     x += x_at[None, :] * x_row
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    if bias is not None:
+        total += _bias(bias, n, is_output, first)[:, None]
     d = tl.arange(0, K)
     for number in range(first, last):
         part = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -268,16 +310,12 @@ def product(
         total += part
     if IS_PART:
         out += tl.program_id(2).to(tl.int64) * tokens * outputs
-    elif bias is not None:
-        if EACH:  # a tile without an expert reads that of the first, for no row
-            bias += tl.maximum(expert, 0) * outputs
-        total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
     to = out + out_at[None, :] * out_row + n[:, None]
     tl.store(to, total.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens", "num_spans"])
-def merge(parts, out, bias, tokens, outputs, out_row, num_spans, STEP: tl.constexpr):
+def merge(parts, out, tokens, outputs, out_row, num_spans, STEP: tl.constexpr):
     """The sum of the parts of one row, in order."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * STEP + tl.arange(0, STEP)
@@ -287,8 +325,6 @@ def merge(parts, out, bias, tokens, outputs, out_row, num_spans, STEP: tl.conste
     for _ in range(num_spans):
         total += tl.load(parts, mask=mask, other=0.0)
         parts += tl.cast(tokens, tl.int64) * outputs
-    if bias is not None:
-        total += tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * out_row + n, total.to(out.dtype.element_ty), mask=mask)
 
 

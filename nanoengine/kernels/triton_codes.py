@@ -9,24 +9,24 @@ does not say.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
 from torch.nn import functional
 from triton.runtime.jit import JITFunction
 
+from nanoengine.kernels.chosen_tiles import MOST_ROWS, ChosenTiles
 from nanoengine.kernels.code_planes import OF_256, CodePlanes, planes_of
 from nanoengine.kernels.triton_code_kernels import gather, merge, product, unpack
 from nanoengine.kernels.triton_few_rows import few_rows
 from nanoengine.models.experts import CodedExpert, Map, Router, add_up
-from nanoengine.models.stored_codes import CodedRows, CodedWeight
+from nanoengine.models.stored_codes import FORMATS, CodedRows, CodedWeight
 
 BLOCK_K = 64
 _GATHERED = 256  # inputs of an embedding's row that a program makes
-LEAST_ROWS, MOST_ROWS = 16, 128  # of a tile
-# The constants below were the best of a sweep (benchmarks/results/gpu/h200_codes.json).
+_LEAST_ROWS = 16  # of a tile of `product`, but of experts
+# The constants below were the best of a sweep (benchmarks/results/gpu/h200_codes.json), of other
+# formats and experts those of the nearest format in it.
 MOST_FEW = 64  # rows up to which few_rows multiplies
 # For more rows the numbers of _SLAB outputs at a time are unpacked. Those of _SLOW take longer to
 # unpack than to multiply: `product` would unpack them again for each tile of rows.
@@ -35,54 +35,15 @@ _SLOW = (*OF_256, "NVFP4", "NF4")
 _SLAB = 4096
 # By rows of a tile: outputs and warps of a program, groups of 64 inputs a step, and steps that are
 # loaded ahead.
-_FEW = {8: (64, 2, 1, 4), 16: (128, 4, 1, 4), 32: (128, 4, 1, 4), 64: (128, 8, 1, 4)}
-_FEW_K = {8: (64, 2, 4, 3), 16: (64, 2, 4, 2), 32: (64, 4, 4, 2), 64: (64, 4, 4, 2)}
-MOST_TOKENS_IN_PARTS = 64  # up to which the spans are programs of their own
+_OF_64 = {8: (64, 2, 1, 4), 16: (128, 4, 1, 4), 32: (128, 4, 1, 4), 64: (128, 8, 1, 4)}
+_OF_256 = {8: (64, 2, 4, 3), 16: (64, 2, 4, 2), 32: (64, 4, 4, 2), 64: (64, 4, 4, 2)}
+_FEW = dict.fromkeys(FORMATS, _OF_64) | dict.fromkeys(OF_256, _OF_256)
+# Fifth bits lie in steps of 256, too, and 64 outputs of Q5_0 would not fit the registers.
+_FEW |= dict.fromkeys(("Q5_0", "Q5_1"), _OF_256 | {64: (32, 2, 4, 2)})
+MOST_IN_PARTS = 64  # rows of a result, up to which the spans are programs of their own
 # Spans are made until there are so many programs for few rows, or spans; none is shorter than
 # _LEAST_SPAN inputs.
 _PROGRAMS, _MOST_SPANS, _LEAST_SPAN = 2048, 8, 512
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenTiles:
-    """Which rows go to which experts, in tiles of `rows` rows of one expert each.
-
-    experts: of each tile, -1 where there is none; starts, ends: its first of places, and the end of
-    its expert's; places: choices by expert, int64. All on the GPU, and as long for any choice.
-    """
-
-    rows: int
-    experts: Tensor
-    starts: Tensor
-    ends: Tensor
-    places: Tensor
-
-    @classmethod
-    def of(cls, ids: Tensor, count: int) -> ChosenTiles:
-        """ids: int64 [tokens, top_k], of `count` experts."""
-        chosen, places = ids.flatten().sort(stable=True)
-        rows = _tile_rows(-(-len(chosen) // count))
-        ends = torch.searchsorted(chosen, torch.arange(count, device=ids.device), right=True)
-        starts = functional.pad(ends[:-1], (1, 0))
-        num_tiles = (ends - starts + rows - 1) // rows
-        tile_ends = num_tiles.cumsum(0)
-        tiles = torch.arange(min(count, len(chosen)) + len(chosen) // rows, device=ids.device)
-        experts = torch.searchsorted(tile_ends, tiles, right=True)
-        is_there = experts < count
-        found = experts.clamp(max=count - 1)
-        before = (tile_ends - num_tiles)[found]
-        first = starts[found] + (tiles - before) * rows
-        last = ends[found]
-        return cls(
-            rows, torch.where(is_there, found, -1), first, torch.where(is_there, last, 0), places
-        )
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """As the kernel takes them."""
-        return self.experts, self.starts, self.ends, self.places
-
-
 _NO_TILES = (None, None, None, None)
 
 
@@ -143,7 +104,7 @@ class CodedExperts:
     def __call__(self, x: Tensor, tiles: ChosenTiles, each: int) -> Tensor:
         """[rows, inputs] -> [choices, outputs]; a row of x makes `each` choices in a row."""
         out = x.new_empty(len(x) * each, self._planes.outputs)
-        launch(x, self._planes, self._biases, out, tiles, each)
+        multiply_few(x, self._planes, self._biases, out, tiles, each)
         return out
 
 
@@ -188,17 +149,30 @@ def multiply(x: Tensor, planes: CodePlanes, bias: Tensor | None, out: Tensor) ->
     if len(x) > most and out.dtype is x.dtype:
         multiply_unpacked(x, planes, bias, out)
         return
+    multiply_few(x, planes, bias, out)
+
+
+def multiply_few(
+    x: Tensor,
+    planes: CodePlanes,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: ChosenTiles | None = None,
+    each: int = 0,
+) -> None:
+    """As `multiply`, without a number of a weight in memory; tiles, each: as of CodedExperts."""
     _, num_spans = spans_of(planes.outputs, planes.inputs)
-    is_few = planes.codes.dtype is torch.int16 and len(x) <= MOST_FEW
+    rows = len(x) if tiles is None else tiles.rows
+    is_few = planes.codes.dtype is torch.int16 and rows <= MOST_FEW
     run = launch_few if is_few else launch
-    if num_spans == 1 or len(x) > MOST_TOKENS_IN_PARTS:
-        run(x, planes, bias, out)
+    if num_spans == 1 or len(out) > MOST_IN_PARTS:
+        run(x, planes, bias, out, tiles, each)
         return
-    parts = x.new_empty(num_spans, len(x), planes.outputs, dtype=torch.float32)
-    run(x, planes, None, parts)
+    parts = x.new_empty(num_spans, len(out), planes.outputs, dtype=torch.float32)
+    run(x, planes, bias, parts, tiles, each)
     step = min(1024, triton.next_power_of_2(planes.outputs))
-    merge[(len(x), triton.cdiv(planes.outputs, step))](
-        parts, out, bias, len(x), planes.outputs, out.stride(0), num_spans, step, num_warps=4
+    merge[(len(out), triton.cdiv(planes.outputs, step))](
+        parts, out, len(out), planes.outputs, out.stride(0), num_spans, step, num_warps=4
     )
 
 
@@ -220,18 +194,27 @@ def multiply_unpacked(x: Tensor, planes: CodePlanes, bias: Tensor | None, out: T
             torch.addmm(bias[first:last], x, weights, out=to)
 
 
-def launch_few(x: Tensor, planes: CodePlanes, bias: Tensor | None, out: Tensor) -> None:
-    """As `launch`, of up to MOST_FEW rows and codes in lanes."""
-    tokens, outputs, inputs = len(x), planes.outputs, planes.inputs
+def launch_few(
+    x: Tensor,
+    planes: CodePlanes,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: ChosenTiles | None = None,
+    each: int = 0,
+) -> None:
+    """As `launch`, of up to MOST_FEW rows of a tile, and codes in lanes."""
+    outputs, inputs = planes.outputs, planes.inputs
     span, num_spans = spans_of(outputs, inputs)
-    rows = max(8, triton.next_power_of_2(tokens))
-    width, warps, groups, stages = (_FEW_K if planes.format in OF_256 else _FEW)[rows]
+    rows = max(8, triton.next_power_of_2(len(x))) if tiles is None else tiles.rows
+    width, warps, groups, stages = _FEW[planes.format][rows]
     is_part = out.dim() == 3
+    num_tiles = 1 if tiles is None else len(tiles.experts)
     is_packed = has_ptx(x.device) and x.dtype is torch.bfloat16
-    grid = (triton.cdiv(outputs, width), 1, num_spans if is_part else 1)
+    grid = (triton.cdiv(outputs, width), num_tiles, num_spans if is_part else 1)
     few_rows[grid](
-        x, out, bias, *planes.tensors, tokens, outputs, inputs, planes.stride, x.stride(0),
-        out.stride(-2), span, num_spans, planes.format, rows, width, groups, stages, is_packed,
+        x, out, bias, *planes.tensors, *(_NO_TILES if tiles is None else tiles.tensors),
+        out.shape[-2], outputs, inputs, planes.stride, x.stride(0), out.stride(-2), span, num_spans,
+        planes.format, rows, width, groups, stages, each, is_packed, inputs % (64 * groups) == 0,
         is_part, num_warps=warps,
     )  # fmt: skip
 
@@ -250,10 +233,10 @@ def launch(
     tiles: ChosenTiles | None = None,
     each: int = 0,
 ) -> None:
-    """out as of `multiply`, or float32 [spans, tokens, outputs], the parts of it."""
+    """out as of `multiply_few`, or float32 [spans, rows of it, outputs], its parts."""
     is_part = out.dim() == 3
-    tokens, outputs, inputs = len(x), planes.outputs, planes.inputs
-    span, num_spans = spans_of(outputs, inputs) if tiles is None else (inputs, 1)
+    tokens, outputs, inputs = out.shape[-2], planes.outputs, planes.inputs
+    span, num_spans = spans_of(outputs, inputs)
     rows = _tile_rows(tokens) if tiles is None else tiles.rows
     num_tiles = triton.cdiv(tokens, rows) if tiles is None else len(tiles.experts)
     width = 128 if rows == MOST_ROWS else 64
@@ -279,4 +262,4 @@ def spans_of(outputs: int, inputs: int) -> tuple[int, int]:
 
 
 def _tile_rows(tokens: int) -> int:
-    return int(min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(tokens))))
+    return int(min(MOST_ROWS, max(_LEAST_ROWS, triton.next_power_of_2(tokens))))

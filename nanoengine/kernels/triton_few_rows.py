@@ -19,12 +19,32 @@ from nanoengine.kernels.triton_code_fields import (
     _packed_deep,
     _packed_fields,
 )
-from nanoengine.kernels.triton_code_kernels import _half
+from nanoengine.kernels.triton_code_kernels import _bias, _chosen_rows, _half
+from nanoengine.kernels.triton_few_scales import _scale_words, _times_scales
+
+
+@triton.jit
+def _first_words(expert, inputs, stride, FORMAT: tl.constexpr):
+    """Where an expert begins in each plane: codes, high, halves, scales."""
+    IS_BYTE: tl.constexpr = FORMAT == "Q8_0" or FORMAT == "INT8" or FORMAT == "FP8"
+    IS_PACKED: tl.constexpr = FORMAT == "INT4" or FORMAT == "INT8"
+    place = expert * stride
+    codes, high = place * (inputs // (2 if IS_BYTE else 4)), place * tl.cdiv(inputs, 256) * 16
+    halves, scales = place * (inputs // 64), place * (inputs // 64)
+    if FORMAT == "Q6_K":
+        high = place * (inputs // 8)
+        halves = place // 2 * (inputs // 256)
+    elif FORMAT == "Q4_K" or FORMAT == "Q5_K":
+        halves = place * (inputs // 256)
+        scales = halves * 3
+    elif FORMAT == "Q4_1" or FORMAT == "Q5_1" or IS_PACKED or FORMAT == "FP8":
+        halves = place * (inputs // 32)
+    return codes, high, halves, scales
 
 
 @triton.jit
 def _high_words(high, k, n, is_held, stride, FORMAT: tl.constexpr):
-    """The words of the high bits of 128 inputs from k (Q5_K: of 256)."""
+    """The words of the sixth and fifth bits of 128 inputs from k, or of the fifth of 256."""
     EVERY: tl.constexpr = 8 if FORMAT == "Q6_K" else 16
     w = tl.arange(0, 16)[None, :]
     to = high + (k // EVERY + w).to(tl.int64) * stride + n[:, None]
@@ -33,129 +53,70 @@ def _high_words(high, k, n, is_held, stride, FORMAT: tl.constexpr):
 
 @triton.jit
 def _weights(
-    codes, shared, k, n, is_held, stride, dtype: tl.constexpr, GROUP: tl.constexpr,
+    codes, shared, words, k, n, is_held, stride, dtype: tl.constexpr, GROUP: tl.constexpr,
     FORMAT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The four operands of 64 inputs from k, [outputs, 16] each. GROUP: which 64 of a block of 256;
-    shared: of `_shared`.
+    shared: of `_shared`; words: of `_scale_words`.
     """
     w = tl.arange(0, 16)[None, :]
-    EACH: tl.constexpr = 2 if FORMAT == "Q8_0" else 4
-    to = codes + (k // EACH + w).to(tl.int64) * stride + n[:, None]
+    IS_BYTE: tl.constexpr = FORMAT == "Q8_0" or FORMAT == "INT8" or FORMAT == "FP8"
+    to = codes + (k // (2 if IS_BYTE else 4) + w).to(tl.int64) * stride + n[:, None]
     word = tl.load(to, mask=is_held[:, None], other=0)
-    if FORMAT == "Q8_0":
+    early = tl.full(word.shape, 8.0 if FORMAT == "Q4_0" else 0.0, tl.float32)
+    late = early
+    if FORMAT == "INT4" or FORMAT == "INT8":
+        early = tl.broadcast_to(_half(words[0] >> 16)[:, None], word.shape)
+        late = tl.broadcast_to(_half(words[1] >> 16)[:, None], word.shape)
+    if IS_BYTE:
         other = tl.load(to + 16 * stride, mask=is_held[:, None], other=0)
         if PACKED:
-            a, b = _packed_bytes(word)
-            c, d = _packed_bytes(other)
+            a, b = _packed_bytes(word, early, FORMAT)
+            c, d = _packed_bytes(other, late, FORMAT)
         else:
-            a, b = _bytes(word, dtype)
-            c, d = _bytes(other, dtype)
-    elif FORMAT == "Q5_K" or FORMAT == "Q6_K":
+            a, b = _bytes(word, early, dtype, FORMAT)
+            c, d = _bytes(other, late, dtype, FORMAT)
+    elif FORMAT == "Q5_0" or FORMAT == "Q5_1" or FORMAT == "Q5_K" or FORMAT == "Q6_K":
         BITS: tl.constexpr = 2 if FORMAT == "Q6_K" else 1
+        LESS: tl.constexpr = 32 if FORMAT == "Q6_K" else 16 if FORMAT == "Q5_0" else 0
         FIRST: tl.constexpr = GROUP % 2 * 8 if FORMAT == "Q6_K" else GROUP * 4
-        high = shared[1 + GROUP // 2 if FORMAT == "Q6_K" else 4]
+        high = shared[0] if FORMAT != "Q6_K" or GROUP < 2 else shared[1]
         if PACKED:
-            a, b, c, d = _packed_deep(word, high, BITS, FIRST)
+            a, b, c, d = _packed_deep(word, high, BITS, FIRST, LESS)
         else:
-            a, b, c, d = _deep_fields(word, high, dtype, BITS, FIRST)
+            a, b, c, d = _deep_fields(word, high, dtype, BITS, FIRST, LESS)
     elif PACKED:
-        a, b, c, d = _packed_fields(word, FORMAT)
+        a, b, c, d = _packed_fields(word, (early, late), FORMAT)
     else:
-        a, b, c, d = _fields(word, dtype, FORMAT)
+        a, b, c, d = _fields(word, (early, late), dtype, FORMAT)
     return a, b, c, d
 
 
 @triton.jit
 def _shared(halves, high, scales, k, n, is_held, stride, FORMAT: tl.constexpr):
-    """What a block of 256 inputs from k shares: first the word of its numbers of 16 bits. Q6_K: the
-    high bits of either half; Q4_K, Q5_K: three words of scales of 6 bits, and Q5_K's high bits.
+    """What 256 inputs from k share: first the high bits, of Q6_K of either half. Last the word of
+    the numbers of 16 bits of Q6_K, Q4_K and Q5_K; before it of these, three of scales of 6 bits.
     """
     if FORMAT == "Q6_K":
         to = halves + k // 256 * (stride // 2) + n // 2
         both = tl.load(to, mask=is_held, other=0) >> n % 2 * 16
         early = _high_words(high, k, n, is_held, stride, FORMAT)
         late = _high_words(high, k + 128, n, is_held, stride, FORMAT)
-        return both, early, late
+        return early, late, both
     elif FORMAT == "Q4_K" or FORMAT == "Q5_K":
         both = tl.load(halves + k // 256 * stride + n, mask=is_held, other=0)
         to = scales + k // 256 * 3 * stride + n
         low = tl.load(to, mask=is_held, other=0)
         middle = tl.load(to + stride, mask=is_held, other=0)
         above = tl.load(to + 2 * stride, mask=is_held, other=0)
-        late = both
+        fifth = both
         if FORMAT == "Q5_K":
-            late = _high_words(high, k, n, is_held, stride, FORMAT)
-        return both, low, middle, above, late
+            fifth = _high_words(high, k, n, is_held, stride, FORMAT)
+        return fifth, low, middle, above, both
+    elif FORMAT == "Q5_0" or FORMAT == "Q5_1":
+        return (_high_words(high, k, n, is_held, stride, FORMAT),)
     else:
         return (k,)
-
-
-@triton.jit
-def _one(a, x):
-    """a @ x, float32."""
-    return tl.dot(a, x, input_precision="ieee")
-
-
-@triton.jit
-def _two(a, b, x, y):
-    """a @ x + b @ y, float32."""
-    return tl.dot(b, y, _one(a, x), input_precision="ieee")
-
-
-@triton.jit
-def _six_bits(shared, shift):
-    """The scale and minimum of a group of 32, in units of those of the block."""
-    low, middle, above = shared[1], shared[2], shared[3] >> shift
-    scale = (low >> shift & 15) | (above & 3) << 4
-    minimum = (middle >> shift & 15) | (above & 12) << 2
-    return scale.to(tl.float32), minimum.to(tl.float32)
-
-
-@triton.jit
-def _times_six_bits(part, weights, rows, shared, GROUP: tl.constexpr):
-    """part and 64 inputs of Q4_K or Q5_K: scales of 32 inputs, and minima that their sums take."""
-    a, b, c, d = weights
-    xa, xb, xc, xd = rows
-    both = shared[0]
-    ones = tl.full(a.shape, 1.0, a.dtype)
-    scale, minimum = _six_bits(shared, GROUP * 8)
-    part += (_half(both) * scale)[:, None] * _two(a, b, xa, xb)
-    part -= (_half(both >> 16) * minimum)[:, None] * _two(ones, ones, xa, xb)
-    scale, minimum = _six_bits(shared, GROUP * 8 + 4)
-    part += (_half(both) * scale)[:, None] * _two(c, d, xc, xd)
-    part -= (_half(both >> 16) * minimum)[:, None] * _two(ones, ones, xc, xd)
-    return part
-
-
-@triton.jit
-def _times_eight_bits(part, weights, rows, both, four):
-    """part and 64 inputs of Q6_K: `four` are scales of 16 inputs each."""
-    a, b, c, d = weights
-    xa, xb, xc, xd = rows
-    scale = _half(both)
-    part += (scale * (four << 24 >> 24).to(tl.float32))[:, None] * _one(a, xa)
-    part += (scale * (four << 16 >> 24).to(tl.float32))[:, None] * _one(b, xb)
-    part += (scale * (four << 8 >> 24).to(tl.float32))[:, None] * _one(c, xc)
-    part += (scale * (four >> 24).to(tl.float32))[:, None] * _one(d, xd)
-    return part
-
-
-@triton.jit
-def _times_word(part, weights, rows, word, FORMAT: tl.constexpr):
-    """part and 64 inputs of other formats: one scale of 32 bits, or two of 16."""
-    a, b, c, d = weights
-    xa, xb, xc, xd = rows
-    one, two = _two(a, b, xa, xb), _two(c, d, xc, xd)
-    if FORMAT == "NF4":
-        part += word.to(tl.float32, bitcast=True)[:, None] * (one + two)
-    elif FORMAT == "MXFP4":
-        part += (word << 16).to(tl.float32, bitcast=True)[:, None] * one
-        part += (word & -0x10000).to(tl.float32, bitcast=True)[:, None] * two
-    else:
-        part += _half(word)[:, None] * one
-        part += _half(word >> 16)[:, None] * two
-    return part
 
 
 @triton.jit(do_not_specialize=["tokens", "num_spans"])
@@ -167,6 +128,10 @@ def few_rows(
     high,
     halves,
     scales,
+    experts,
+    starts,
+    ends,
+    places,
     tokens,
     outputs,
     inputs,
@@ -180,48 +145,66 @@ def few_rows(
     OUTPUTS: tl.constexpr,
     GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
+    EACH: tl.constexpr,
     PACKED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
     IS_PART: tl.constexpr,
 ):
-    """As triton_code_kernels.product. GROUPS of 64 inputs a step; blocks of 256: 4."""
+    """As triton_code_kernels.product. GROUPS of 64 inputs a step: 4 where 256 share words, see
+    `_shared`. IS_EVEN: no step ends behind the inputs.
+    """
     first, last = 0, num_spans
     if IS_PART:
         first = tl.program_id(2)
         last = first + 1
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    is_row, is_held, is_output = (row < tokens)[None, :], n < stride, n < outputs
-    x += row.to(tl.int64)[None, :] * x_row + tl.arange(0, 16)[:, None]
+    if EACH:
+        tiles = experts, starts, ends, places
+        x_at, out_at, is_row, expert = _chosen_rows(tl.program_id(1), tiles, ROWS, EACH)
+        if expert < 0:  # a tile beyond those that rows fill
+            last = first
+        expert = tl.maximum(expert, 0)
+        place = _first_words(expert, inputs, stride, FORMAT)
+        codes += place[0]
+        if high is not None:
+            high += place[1]
+        halves += place[2]
+        if scales is not None:
+            scales += place[3]
+        if bias is not None:
+            bias += expert * outputs
+    else:
+        x_at = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        out_at, is_row = x_at, x_at < tokens
+    is_row, is_held, is_output = is_row[None, :], n < stride, n < outputs
+    x += x_at[None, :] * x_row + tl.arange(0, 16)[:, None]
     dtype: tl.constexpr = x.dtype.element_ty
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    if bias is not None:
+        total += _bias(bias, n, is_output, first)[:, None]
     for number in range(first, last):
         part = tl.zeros([OUTPUTS, ROWS], tl.float32)
         end = tl.minimum(number * span + span, inputs)
         for k in tl.range(number * span, end, GROUPS * 64, num_stages=STAGES):
             shared = _shared(halves, high, scales, k, n, is_held, stride, FORMAT)
             for group in tl.static_range(GROUPS):
-                at = k + group * 64
+                at, is_here, is_value = k + group * 64, is_held, is_row
+                if not IS_EVEN:
+                    is_here = is_held & (n * 0 + at < inputs)
+                    is_value = is_row & (x_at[None, :] * 0 + at < inputs)
+                words = _scale_words(halves, scales, at, n, is_here, stride, FORMAT)
                 weights = _weights(
-                    codes, shared, at, n, is_held, stride, dtype, group, FORMAT, PACKED
+                    codes, shared, words, at, n, is_here, stride, dtype, group, FORMAT, PACKED
                 )
                 rows = (
-                    tl.load(x + at, mask=is_row, other=0.0),
-                    tl.load(x + at + 16, mask=is_row, other=0.0),
-                    tl.load(x + at + 32, mask=is_row, other=0.0),
-                    tl.load(x + at + 48, mask=is_row, other=0.0),
+                    tl.load(x + at, mask=is_value, other=0.0),
+                    tl.load(x + at + 16, mask=is_value, other=0.0),
+                    tl.load(x + at + 32, mask=is_value, other=0.0),
+                    tl.load(x + at + 48, mask=is_value, other=0.0),
                 )
-                if FORMAT == "Q6_K":
-                    four = tl.load(scales + at // 64 * stride + n, mask=is_held, other=0)
-                    part = _times_eight_bits(part, weights, rows, shared[0], four)
-                elif FORMAT == "Q4_K" or FORMAT == "Q5_K":
-                    part = _times_six_bits(part, weights, rows, shared, group)
-                else:
-                    word = tl.load(halves + at // 64 * stride + n, mask=is_held, other=0)
-                    part = _times_word(part, weights, rows, word, FORMAT)
+                part = _times_scales(part, weights, rows, shared, words, group, FORMAT)
         total += part
     if IS_PART:
         out += tl.program_id(2).to(tl.int64) * tokens * outputs
-    elif bias is not None:
-        total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    to = out + row.to(tl.int64)[None, :] * out_row + n[:, None]
+    to = out + out_at[None, :] * out_row + n[:, None]
     tl.store(to, total.to(out.dtype.element_ty), mask=is_output[:, None] & is_row)

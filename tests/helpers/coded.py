@@ -40,7 +40,8 @@ def random_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> CodedRow
         values[::7] *= np.float16(2.0**-9)
         blocks[:, at : at + 2] = values.view(np.uint8).reshape(-1, 2)
     if name in INTEGERS:
-        zeros = rng.integers(0, 1 << INTEGERS[name], len(blocks)).astype(np.float16)
+        zeros = rng.integers(0, (1 << INTEGERS[name]) + 1, len(blocks))
+        zeros = (zeros - 128 if name == "INT8" else zeros).astype(np.float16)
         blocks[:, 2:4] = zeros.view(np.uint8).reshape(-1, 2)
     if name == "MXFP4":  # powers of two around 1, which keep sums within what is compared
         blocks[:, 0] = rng.integers(119, 129, len(blocks))

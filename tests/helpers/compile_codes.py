@@ -21,13 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, KernelInterface
 
+from nanoengine.kernels.chosen_tiles import ChosenTiles
 from nanoengine.kernels.code_planes import planes_of
-from nanoengine.kernels.triton_codes import (
-    MOST_MULTIPLIED,
-    ChosenTiles,
-    CodedExperts,
-    TritonCodes,
-)
+from nanoengine.kernels.triton_codes import MOST_MULTIPLIED, CodedExperts, TritonCodes
 from nanoengine.models.stored_codes import CodedWeight
 
 OUTPUTS, INPUTS = 48, 1024
@@ -80,7 +76,7 @@ def spilled_bytes(made: Any) -> int:
 
 
 def calls(name: str) -> None:
-    """One row and few, with a merge; many; more, unpacked; rows of experts; a gather."""
+    """One row and few, with a merge; many; more, unpacked; rows of experts, few; a gather."""
     rows = random_rows(name, OUTPUTS, INPUTS)
     weight = CodedWeight((rows,), torch.bfloat16)
     product = TritonCodes().pack(weight, torch.zeros(OUTPUTS, dtype=torch.bfloat16))

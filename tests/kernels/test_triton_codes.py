@@ -22,9 +22,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from inline_ptx import create_inline_asm
 from triton.runtime import interpreter
 
-from nanoengine.kernels import triton_codes
-from nanoengine.kernels.code_planes import FOR_FEW, OF_256, planes_of
-from nanoengine.kernels.triton_codes import ChosenTiles, CodedExperts, CodedProduct, TritonCodes
+from nanoengine.kernels import chosen_tiles, triton_codes
+from nanoengine.kernels.chosen_tiles import ChosenTiles
+from nanoengine.kernels.code_planes import OF_256, planes_of
+from nanoengine.kernels.triton_codes import CodedExperts, CodedProduct, TritonCodes
 from nanoengine.models.stored_codes import FORMATS, CodedWeight, Weight, joined
 
 pytestmark = needs_no_gpu
@@ -71,11 +72,12 @@ def plain_dot(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.breadth)], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_the_numbers_of_the_codes(name: str, dtype: torch.dtype) -> None:
-    """Also rounded; two programs for a row, of which one is not full."""
+    """Also rounded; two programs for a row, of which one is not full; in lanes and in words."""
     order = torch.tensor([18, 0, 7])
     for each in (F32, dtype):
-        weight = random_weight(name, 19, max(320, 2 * FORMATS[name][0]), each)
-        assert torch.equal(pack(weight).gather_rows(order), weight.numbers()[order])
+        for inputs in {32: (320, 352), 64: (320,), 256: (512,)}[FORMATS[name][0]]:
+            weight = random_weight(name, 19, inputs, each)
+            assert torch.equal(pack(weight).gather_rows(order), weight.numbers()[order])
 
 
 def test_scales_at_both_ends() -> None:
@@ -95,6 +97,18 @@ def test_every_number_of_fp8() -> None:
     torch.testing.assert_close(made, numbers, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", ["FP8", "NVFP4"])
+def test_a_nan_in_lanes_is_the_nan_of_its_output(name: str) -> None:
+    """Its block is NaN there."""
+    rows = random_rows(name, 4, 128)
+    rows.rows[2, 0 if name == "NVFP4" else 4] = 127
+    weight = CodedWeight((rows,), F32)
+    product, x = pack(weight), normal(3, 128)
+    assert weight.numbers().isnan().any(1).tolist() == [False, False, True, False]
+    assert product(x).isnan().any(0).tolist() == [False, False, True, False]
+    assert product.gather_rows(torch.arange(4)).isnan().any(1).tolist() == [0, 0, 1, 0]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_planes_take_the_bytes_that_are_counted(name: str) -> None:
     rows = random_rows(name, 48, 512)
@@ -107,7 +121,7 @@ def test_planes_take_the_bytes_that_are_counted(name: str) -> None:
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small weights are split, too, and more than 8 rows go through the spans one by one."""
     monkeypatch.setattr(triton_codes, "_LEAST_SPAN", 256)
-    monkeypatch.setattr(triton_codes, "MOST_TOKENS_IN_PARTS", 8)
+    monkeypatch.setattr(triton_codes, "MOST_IN_PARTS", 8)
 
 
 @pytest.mark.usefixtures("short_spans")
@@ -119,13 +133,13 @@ def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_product_is_that_of_the_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spans of inputs in parallel and one after the other, a tile that is not full, a bias; also of
-    the planes for few rows, which many multiply so.
+    """Spans of inputs in parallel and one after the other, a tile that is not full, a bias; of
+    words, and of lanes, which many rows multiply so.
     """
     monkeypatch.setattr(triton_codes, "MOST_FEW", 0)
-    outputs, inputs = 40, 768 if FORMATS[name][0] > 32 else 576 if name == "MXFP4" else 544
-    assert triton_codes.spans_of(outputs, inputs)[1] > 1
-    for dtype in (F32, BF16):
+    outputs, is_short = 40, FORMATS[name][0] == 32
+    for dtype, inputs in ((F32, 544 if is_short else 768), (BF16, 576 if is_short else 768)):
+        assert triton_codes.spans_of(outputs, inputs)[1] > 1
         check_product(random_weight(name, outputs, inputs, dtype))
 
 
@@ -147,10 +161,8 @@ def check_product(weight: Any, numbers: Tensor | None = None) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=[pytest.mark.breadth] * (name not in ("Q4_0", "Q4_K", "Q6_K", "Q8_0"))
-        )
-        for name in FOR_FEW
+        pytest.param(name, marks=[pytest.mark.breadth] * (name in ("Q4_1", "Q5_K", "MXFP4")))
+        for name in FORMATS
     ],
 )
 def test_few_rows_multiply_numbers_that_are_not_rounded(name: str) -> None:
@@ -166,7 +178,7 @@ def test_few_rows_multiply_numbers_that_are_not_rounded(name: str) -> None:
             check_product(CodedWeight((rows,), dtype), numbers)
 
 
-@pytest.mark.parametrize("name", FOR_FEW)
+@pytest.mark.parametrize("name", FORMATS)
 def test_packed_codes_are_the_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does with two codes at a time, and the interpreter with one."""
     product = pack(random_weight(name, 40, 256, BF16))
@@ -223,12 +235,26 @@ def test_parts_of_several_formats_are_one_product() -> None:
     assert_product(pack(together, bias)(x), x, together.numbers(), bias)
 
 
-@pytest.mark.usefixtures("plain_dot")
+@pytest.mark.usefixtures("plain_dot", "short_spans")
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (9, 3)])
-def test_rows_go_through_the_experts_that_they_chose(tokens: int, top_k: int) -> None:
-    """Each choice has the bits of that expert's product alone."""
-    count, inputs = 5, 96
-    rows = [random_rows("MXFP4", 16, inputs, seed) for seed in range(count)]
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        ("MXFP4", 96),  # by `product`, the others by `few_rows`
+        *((name, 512) for name in ("MXFP4", "Q4_K", "Q6_K")),
+        *(
+            pytest.param(name, 512, marks=pytest.mark.breadth)
+            for name in FORMATS
+            if name not in ("MXFP4", "Q4_K", "Q6_K")
+        ),
+    ],
+)
+def test_rows_go_through_the_experts_that_they_chose(
+    name: str, inputs: int, tokens: int, top_k: int
+) -> None:
+    """Each choice has the bits of that expert's product alone; of 512 inputs in two spans."""
+    count = 5
+    rows = [random_rows(name, 16, inputs, seed) for seed in range(count)]
     biases = [normal(16, seed=seed) for seed in range(count)]
     ids = torch.stack([torch.randperm(count - 1)[:top_k] for _ in range(tokens)])
     tiles = ChosenTiles.of(ids, count)  # and nobody chose the last one
@@ -241,13 +267,16 @@ def test_rows_go_through_the_experts_that_they_chose(tokens: int, top_k: int) ->
         assert torch.equal(again[choice, None], pack(weight)(row))
 
 
-def test_tiles_hold_rows_of_one_expert_each() -> None:
+@pytest.mark.parametrize("compared", [0, 40])
+def test_tiles_hold_rows_of_one_expert_each(compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is chosen, there are as many tiles: a graph holds them."""
+    monkeypatch.setattr(chosen_tiles, "MOST_COMPARED", compared)
     for ids in (torch.zeros(40, 1).long(), torch.arange(40)[:, None] % 4):
-        tiles = ChosenTiles.of(ids, 4)
-        assert tiles.rows == 16 and len(tiles.experts) == 6
+        tiles = ChosenTiles.of(ids, 5)
+        assert tiles.rows == 16 and len(tiles.experts) == 7
         seen = []
         for expert, start, end in zip(tiles.experts, tiles.starts, tiles.ends, strict=True):
+            assert start < end <= 40 if expert >= 0 else start == end == 0
             held = tiles.places[start : min(int(end), int(start) + 16)]
             assert (ids[held] == expert).all()
             seen += held.tolist()
@@ -271,19 +300,17 @@ def test_all_compile_for_a_gpu(formats: str, capabilities: str) -> None:
     """
     made = compiled_by(HELPER, formats, capabilities)
     kernels = [each["kernel"] for each in made]
-    expected = []
-    for name in formats.split(","):
-        few = "few_rows" if name in FOR_FEW else "product"
-        one_each = [few, "merge", few, "merge", "product", "unpack", "product", "gather"]
-        expected += one_each * len(capabilities.split(","))
-    assert kernels == expected
+    few = "few_rows", "merge"
+    one_each = [*few, *few, "product", "unpack", "choose", *few, "gather"]
+    assert kernels == one_each * len(formats.split(",")) * len(capabilities.split(","))
     most = {80: 163, 89: 99, 90: 227, 120: 99}
     # A few words: of 128 rows such that are read once a span; of few rows, on sm_120 alone.
     spilled = Counter(product=64, few_rows=32)
     for each in made:
         assert each["shared"] <= most[each["capability"]] << 10, each
         assert not each["flushed"] and each["spilled"] <= spilled[each["kernel"]], each
-        assert each["rounded"] or each["kernel"] == "few_rows", each  # its numbers are exact
+        # few_rows has exact numbers, and `choose` has indices.
+        assert each["rounded"] or each["kernel"] in ("few_rows", "choose"), each
         if each["kernel"] in ("product", "few_rows"):
             assert each["tensor_cores"] and each["copied_ahead"] >= 2, each
 
