@@ -46,6 +46,7 @@ from tiny_models import TINY
 import nanoengine
 from benchmarks.gpu.gpu_codes import coded_products
 from benchmarks.gpu.gpu_drafts import drafts, resident_drafts, sharing
+from benchmarks.gpu.gpu_draws import draws as draws_of_tokens
 from benchmarks.gpu.gpu_host import host_attention
 from benchmarks.gpu.gpu_kernels import kernels, prefill_share, verify_rows
 from benchmarks.gpu.gpu_line import line
@@ -66,6 +67,7 @@ from benchmarks.gpu.gpu_measure import (
 from benchmarks.gpu.gpu_models import BLOCK, all_models, chosen_as_on_cpu, prompts
 from benchmarks.gpu.gpu_offloaded_cache import offloaded_cache
 from benchmarks.gpu.gpu_ranks import two_gpus
+from benchmarks.gpu.gpu_real import real_model
 from benchmarks.gpu.gpu_recurrence import recurrent_layers
 from benchmarks.gpu.gpu_rows import Run, chosen, is_ok, run_rows, save
 from benchmarks.gpu.gpu_workload import Peers, nano_vllm, workload
@@ -406,9 +408,9 @@ def heading(device_name: str) -> dict[str, Any]:
 
 
 def make_rows(
-    folder: Path, scale: Scale, result: dict[str, Any], peers: Peers
+    folder: Path, scale: Scale, result: dict[str, Any], peers: Peers, model: str | None = None
 ) -> dict[str, dict[str, Run]]:
-    """The rows by group: a group takes less than ten minutes on an H200."""
+    """The rows by group: a group takes less than ten minutes on an H200. model: a GGUF file."""
     names = ("llama", "long", "qwen3", "smollm3", "gemma3", "8b", "600m", "induction")
     llama, long, qwen, smollm3, gemma3, large, small, induction = (folder / n for n in names)
     for path in (llama, qwen, smollm3, gemma3):
@@ -435,6 +437,7 @@ def make_rows(
             "parity_gemma3": lambda: parity(gemma3, scale),
             "all_models": lambda: all_models(scale),
             "chosen_as_on_cpu": lambda: chosen_as_on_cpu(llama, scale),
+            "real_model": lambda: real_model(model, scale),
             "graphs": lambda: graphs(qwen, scale),
             "teacher_forced": lambda: teacher_forced(llama, scale),
             "bitwise_bf16": lambda: bitwise(llama, scale, BLOCK),
@@ -460,6 +463,7 @@ def make_rows(
             "kernels": lambda: kernels(scale),
             "coded_products": lambda: coded_products(scale, read_speed()),
             "recurrent_layers": lambda: recurrent_layers(scale),
+            "draws": lambda: draws_of_tokens(scale),
         },
         "speeds": {
             "resident_decode": lambda: resident_decode(large, scale, read_speed()),
@@ -488,6 +492,7 @@ def main() -> int:
     parser.add_argument(
         "--longest", metavar="TOKENS", type=int, help="leave out contexts above (default: 1M)"
     )
+    parser.add_argument("--model", metavar="FILE", help="a GGUF file, beside transformers")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM: runs beside us")
     parser.add_argument(
         "--nano-vllm", metavar="FOLDER", help="a checkout of nano-vllm: runs beside us"
@@ -505,7 +510,8 @@ def main() -> int:
     if args.longest:
         scale = scale.up_to(args.longest)
     with tempfile.TemporaryDirectory() as folder:
-        groups = make_rows(Path(folder), scale, result, Peers(args.vllm, args.nano_vllm))
+        peers = Peers(args.vllm, args.nano_vllm)
+        groups = make_rows(Path(folder), scale, result, peers, args.model)
         try:
             rows = chosen(groups, args.only)
         except ValueError as error:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from nanoengine.errors import ConfigError
+from nanoengine.kernels import triton_draw
 from nanoengine.kernels.cuda_graph import CudaGraphs
 from nanoengine.kernels.kernel_ops import KernelOps
 from nanoengine.kernels.triton_codes import TritonCodes
 from nanoengine.kernels.triton_kernels import TritonKernels
+from nanoengine.models.draw import Draws
 from nanoengine.models.experts import (
     IN_A_GRAPH,
     ON_A_GPU,
@@ -110,6 +112,9 @@ class GpuOps(KernelOps):
         norm, normed = then.norm, x.new_empty(x.shape)
         self._kernels.add_rms_norm(x, summand, norm.weight, norm.eps, normed)
         return then.product(normed)
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        return triton_draw.draw(logits, draws)
 
     def to_static_buffer(self, x: Tensor) -> Tensor:
         return x if self._graphs is None else self._graphs.to_static_buffer(x)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draw_rules import RULES, runs_as_fast
 from live_server import until
 from marks import BUILDS, HAS_TILES, needs_compiler
 from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
@@ -24,7 +25,7 @@ from nanoengine.kernels import c_build
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.models.activations import GATED, clamped_swiglu
-from nanoengine.models.draw import Draws, draw, exponentials, likeliest
+from nanoengine.models.draw import Draws, draw, likeliest
 from nanoengine.models.layer_ops import TorchOps
 from nanoengine.models.products import Norm
 from nanoengine.sampling_params import SamplingParams
@@ -602,30 +603,6 @@ def test_argmax(variant, dtype, dim):
     assert torch.equal(variant.argmax(x), x.argmax(dim=-1))
     wide = normal(4, 2 * dim, dtype=dtype)[:, dim:]
     assert torch.equal(variant.argmax(wide), wide.argmax(dim=-1))
-
-
-def runs_as_fast(one, other, logits, draws, row):
-    """Whether these tokens of a row are so near in the race that fp32 may choose either."""
-    numbers = exponentials(draws.rules[4:, row, None, None], len(logits))[0]
-    speeds = torch.softmax(logits.double() / draws.rules[0, 0], dim=0) / numbers
-    return abs(speeds[one] / speeds[other] - 1) < 1e-5
-
-
-RULES = {
-    "all": {},
-    "cold": {"temperature": 0.05},
-    "hot": {"temperature": 30.0},
-    "top_k": {"top_k": 40},
-    "one": {"top_k": 1},
-    "nearly all": {"top_k": 47000},
-    "top_p": {"top_p": 0.9},
-    "top_p, hot": {"top_p": 0.6, "temperature": 20.0},
-    "top_p, few": {"top_p": 1e-6},
-    "top_p, nearly all": {"top_p": 1 - 1e-12},
-    "both": {"top_k": 300, "top_p": 0.7},
-    "min_p": {"min_p": 0.02},
-    "all three": {"top_k": 500, "top_p": 0.99, "min_p": 0.01, "temperature": 0.6},
-}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
