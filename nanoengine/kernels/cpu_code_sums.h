@@ -183,6 +183,7 @@ typedef struct {
     const float *row_sums;       /* of sum_rows, from group `first` on, where groups have a minimum */
     int64_t row_sums_stride;
     const float *scales;         /* of unpack_scales, from group `first` on; NULL of fewer than SUM_ROWS */
+    int is_read_once;            /* no other rows meet the panel after these */
 } summed_t;
 
 /* out[r][v] += d s[r][v], and where there is a minimum m, m times the sum of the row's values in the group. */
@@ -225,7 +226,8 @@ INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const i
             sums_t s;
             UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) s.of[r][v] = (vf){0};
             for (int w = first; w < last; w++) {
-                if (p->column == 0) next = prefetch_part(next, group_bytes(format) / bits);
+                if (p->column == 0 && p->is_read_once) next = prefetch_once(next, group_bytes(format) / bits);
+                else if (p->column == 0) next = prefetch_part(next, group_bytes(format) / bits);
                 UNROLL for (int i = 0; i < in_word; i++)
                     add_pair(words + w * 4 * PANEL, x + w * 4 * in_word, x_stride, i, numbers, &s, rows, vecs, format);
             }

@@ -275,6 +275,11 @@ INLINE const char *prefetch_part(const char *next, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next + at);
     return next + bytes;
 }
+/* The same of what is read once in a step: other lines, such as those of Python, may stay in the caches. */
+INLINE const char *prefetch_once(const char *next, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next + at, 0, 0);
+    return next + bytes;
+}
 
 /* ---- a group of weights ----------------------------------------------------------------------- */
 

@@ -19,6 +19,11 @@ INLINE void bring_some(soon_t *soon) {
         __builtin_prefetch(soon->at, 0, 2);
 }
 
+/* The same of `count` rows, `stride` bytes apart. */
+INLINE void prefetch_rows(const char *p, int64_t stride, int64_t count, int64_t bytes) {
+    for (int64_t i = 0; i < count; i++) prefetch(p + i * stride, bytes);
+}
+
 /* LANES rows of `words` elements into columns of a [word][width] array; room for a multiple of LANES. */
 INLINE void rows_to_lanes(const char *const *rows, int64_t words, float *out, int64_t width,
                           const int mode) {
@@ -291,6 +296,13 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
         const char *next_k = !whole ? v : is_last ? after->k : k + TILE * key_stride;
         const char *next_v = !whole ? v : is_last ? after->v : v + TILE * key_stride;
         const int64_t lines = whole ? n * key_stride / 64 : 0;
+        if (!whole) {
+            const int64_t first = head0 * width, own = (head1 - head0) * width;
+            if (t == skipped) prefetch_rows(k + first, key_stride, n, own);
+            prefetch_rows(v + first, key_stride, n, own);
+            const int64_t left = min64(TILE, span.count - t - TILE);
+            prefetch_rows(k + TILE * key_stride + first, key_stride, left, own);
+        }
         soon_t soon = {is_far ? next_k : v, lines, ceil_div(lines, calls)}; /* while K is read */
         for (int64_t h = head0, i = 0; h < head1; h++, i += rows)
             decode_scores(k + h * width, key_stride, n, q + i * q_bytes, q_bytes, rows, &soon, keys,

@@ -1,6 +1,7 @@
 /* The experts of a layer as calls of many weights at once; included by cpu_linear.c. */
 
 enum { BOTH, GATES, DOWNS };
+enum { RUNS = 4 }; /* of a thread, where rows are few: see multiply_calls */
 
 typedef struct { /* the experts of a layer for some rows, filled by packed_experts.py; rows lie side by side */
     /* [experts]; up: NULL, or gate_up is gate. With RELU2 gate_up is up, and there is no gate. */
@@ -53,16 +54,19 @@ static int64_t plan_experts(const experts_t *e) {
     return hit;
 }
 
-/* One thread's part of calls that read nothing of each other: a panel at a time of all of them. */
+/* One thread's part of calls that read nothing of each other: a panel at a time of all of them. Few rows wait
+ * for memory, and what is prefetched belongs to the panel that comes next: so they take runs of panels. */
 static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) {
-    int64_t steps = 0, at = 0, before = 0;
+    int64_t steps = 0, at = 0, before = 0, all_rows = 0;
     for (int64_t i = 0; i < count; i++) {
+        all_rows += calls[i].rows;
         const weight_t *w = calls[i].w;
         const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF);
         const int64_t rows = choose_block_rows(w, calls[i].rows, halves, threads);
         steps += ceil_div(calls[i].rows, rows) * ceil_div(halves, 2);
     }
-#pragma omp for schedule(dynamic, 1)
+    const int64_t run = all_rows < 2 * count ? max64(1, steps / (RUNS * threads)) : 1;
+#pragma omp for schedule(dynamic, run)
     for (int64_t step = 0; step < steps; step++) {
         for (;; at++) { /* a thread's steps come in order */
             const weight_t *w = calls[at].w;

@@ -27,11 +27,13 @@ from nanoengine.models.mamba import NORMS, MambaNet
 from nanoengine.models.rules import RecurrentNet
 from nanoengine.models.short_conv import ShortConvNet
 
-# One field per member, in that order, of attend_args in cpu_attention.h; of norm_args and rope_args
-# in cpu_operators.h; of delta_args in cpu_delta.h; of draw_args and likeliest_args in cpu_draw.h.
+# One field per member, in that order, of attend_args in cpu_attention.h; of norm_args, rope_args
+# and pair_args in cpu_operators.h; of delta_args in cpu_delta.h; of draw_args and likeliest_args in
+# cpu_draw.h.
 _ATTEND_ARGS = struct.Struct("=14Q16q2Q3q2d")
 _NORM_ARGS = struct.Struct("=3Q10qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
+_PAIR_ARGS = struct.Struct("=3Q6q")
 _DELTA_ARGS = struct.Struct("=14Q12q3d")
 _DRAW_ARGS = struct.Struct("=4Q5q")
 _LIKELIEST_ARGS = struct.Struct("=3Q5q")
@@ -99,19 +101,16 @@ class CpuKernels:
         self._rope_store, self._rotate = library.rope_store, library.rotate
         self._gated_delta, self._short_conv = library.gated_delta, library.short_conv
         self._draw, self._likeliest = library.draw, library.likeliest
+        self._add, self._gate_mul = library.add, library.gate_mul
+        self._sigmoid_mul = library.sigmoid_mul
         of_steps = self._attend, self._rms_norm, self._rope_store, self._rotate
         of_rules, of_logits = (self._gated_delta, self._short_conv), (self._draw, self._likeliest)
-        for function in (*of_steps, *of_rules, *of_logits):
+        of_pairs = self._add, self._gate_mul, self._sigmoid_mul
+        for function in (*of_steps, *of_rules, *of_pairs, *of_logits):
             function.argtypes = [ctypes.c_char_p]
-        self._add = library.add
-        self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, None
         self._workspace = Workspace()
         self._argmax = library.argmax
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
-        self._gate_mul, self._sigmoid_mul = library.gate_mul, library.sigmoid_mul
-        self._gate_mul.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 6
-        self._sigmoid_mul.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 5
-        self._gate_mul.restype = self._sigmoid_mul.restype = None
         self._has_tiles = library.allow_tiles() == 0
         library.isa.restype = ctypes.c_char_p
         self.isa: str = "amx_bf16" if self._has_tiles else library.isa().decode()
@@ -275,31 +274,31 @@ class CpuKernels:
         if gate is not None:
             assert gate.dtype is torch.float32
             assert gate.shape == (tokens, 1) and gate.is_contiguous()
-        args = (
-            *(x.data_ptr(), summand.data_ptr(), None if gate is None else gate.data_ptr()),
-            *(tokens, dim, _IS_BF16[x.dtype], torch.get_num_threads()),
+        packed = _PAIR_ARGS.pack(
+            *(x.data_ptr(), summand.data_ptr(), 0 if gate is None else gate.data_ptr()),
+            *(tokens, dim, dim, 0, _IS_BF16[x.dtype], torch.get_num_threads()),
         )
-        self.tape.call(self._add, args, x, summand, gate)
+        self.tape.call(self._add, packed, x, summand, gate)
 
     def gate_mul(self, gate_up: Tensor, activation: str, out: Tensor) -> None:
         """out = activation(gate) * up, as of activations.GATED; clamped_swiglu in fp32 until out is
         rounded. gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous.
         """
-        args = (
-            *(gate_up.data_ptr(), out.data_ptr(), *out.shape, gate_up.stride(0)),
+        packed = _PAIR_ARGS.pack(
+            *(out.data_ptr(), gate_up.data_ptr(), 0, *out.shape, gate_up.stride(0)),
             *(ACTIVATIONS[activation], _IS_BF16[gate_up.dtype], torch.get_num_threads()),
         )
-        self.tape.call(self._gate_mul, args, gate_up, out)
+        self.tape.call(self._gate_mul, packed, gate_up, out)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None:
         """out = x * sigmoid(gate); x and out are [tokens, heads x head_dim], contiguous, gate
         [tokens, heads, head_dim] with adjacent heads.
         """
-        args = (
-            *(x.data_ptr(), gate.data_ptr(), out.data_ptr(), *out.shape, gate.stride(0)),
-            *(_IS_BF16[x.dtype], torch.get_num_threads()),
+        packed = _PAIR_ARGS.pack(
+            *(out.data_ptr(), x.data_ptr(), gate.data_ptr(), *out.shape, gate.stride(0)),
+            *(0, _IS_BF16[x.dtype], torch.get_num_threads()),
         )
-        self.tape.call(self._sigmoid_mul, args, x, gate, out)
+        self.tape.call(self._sigmoid_mul, packed, x, gate, out)
 
     def recurrence(
         self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext, out: Tensor

@@ -106,11 +106,18 @@ INLINE void gate_row_by(const void *gate_up, void *out, int64_t row, int64_t dim
     else if (activation == GELU) gate_row(gate_up, out, row, dim, stride, GELU, mode);
     else gate_row(gate_up, out, row, dim, stride, SWIGLU, mode);
 }
-void gate_mul(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride,
-              int64_t activation, int64_t is_bf16, int64_t threads) {
-#define ROW(i, mode) gate_row_by(gate_up, out, i, dim, stride, activation, mode)
-    FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
+
+typedef struct { /* of add, gate_mul and sigmoid_mul, whose members mean what their Python says */
+    void *out; /* add: the sum, and a summand */
+    const void *x, *gate;
+    int64_t rows, dim, stride, activation, is_bf16, threads; /* stride: of the operand that may have one */
+} pair_args;
+
+int gate_mul(const pair_args *a) {
+#define ROW(i, mode) gate_row_by(a->x, a->out, i, a->dim, a->stride, a->activation, mode)
+    FOR_ROWS(a->rows, a->rows * a->dim, a->is_bf16, a->threads, ROW);
 #undef ROW
+    return 0;
 }
 
 /* x * sigmoid(gate) with the sigmoid rounded first, as torch does in two steps. */
@@ -123,11 +130,11 @@ INLINE void sigmoid_row(const void *x, const void *gate, void *out, int64_t row,
         STORE(out, row * dim + d, LOAD(x, row * dim + d, mode) * rounded(s, mode), mode);
     }
 }
-void sigmoid_mul(const void *x, const void *gate, void *out, int64_t rows, int64_t dim, int64_t stride,
-                 int64_t is_bf16, int64_t threads) {
-#define ROW(i, mode) sigmoid_row(x, gate, out, i, dim, stride, mode)
-    FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
+int sigmoid_mul(const pair_args *a) {
+#define ROW(i, mode) sigmoid_row(a->x, a->gate, a->out, i, a->dim, a->stride, mode)
+    FOR_ROWS(a->rows, a->rows * a->dim, a->is_bf16, a->threads, ROW);
 #undef ROW
+    return 0;
 }
 
 /* x += y, in fp32 and rounded once, as torch does; with a gate, y times its sigmoid, rounded before. */
@@ -139,12 +146,15 @@ INLINE void add_row(void *x, const void *y, const float *gate, int64_t dim, int 
         STORE(x, d, LOAD(x, d, mode) + term, mode);
     }
 }
-void add(void *x, const void *y, const float *gates, int64_t rows, int64_t dim, int64_t is_bf16,
-         int64_t threads) {
-#define ROW(i, mode)                                                                                \
-    add_row(AT(x, (i) * dim, mode), AT(y, (i) * dim, mode), gates ? gates + (i) : NULL, dim, mode)
-    FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
+INLINE void add_to_row(const pair_args *a, int64_t row, int mode) {
+    const float *gates = a->gate;
+    add_row(AT(a->out, row * a->dim, mode), AT(a->x, row * a->dim, mode), gates ? gates + row : NULL, a->dim, mode);
+}
+int add(const pair_args *a) {
+#define ROW(i, mode) add_to_row(a, i, mode)
+    FOR_ROWS(a->rows, a->rows * a->dim, a->is_bf16, a->threads, ROW);
 #undef ROW
+    return 0;
 }
 
 /* First index of the largest value of a row; a NaN is larger than all, as in torch. */

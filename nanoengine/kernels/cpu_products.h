@@ -172,7 +172,7 @@ static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64
         if (scales) SCALE_UNPACKERS[w->format](panel, first, last, scales);
         for (int64_t r = 0, n; r < rows; r += n) {
             const summed_t p = {panel, first, last, column % PANEL, c->x + (row + r) * c->x_stride, c->x_stride,
-                                (const float *)scratch->numbers + r * stride + skipped, stride, scales};
+                                (const float *)scratch->numbers + r * stride + skipped, stride, scales, rows <= 2};
             float *acc = scratch->acc + r * PANEL;
             n = multiply_summed(&p, rows - r, columns, acc, (int)w->format);
             if (last == groups) finish_rows(c, row + r, (int)n, column, columns, acc, PANEL);

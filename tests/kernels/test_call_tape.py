@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import SOURCE, KernelBuildError, load_library
 from nanoengine.kernels.call_tape import CallTape
+from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
@@ -225,6 +227,24 @@ def test_neighbouring_calls_of_c_are_one_until_one_fails(tmp_path: Path) -> None
     assert folders[1].exists() and len(beside) == 2  # the first call failed, no other was made
     (two, one) = [len(args[0]) for function, args in tape._last.steps if function is not look]
     assert two == 2 * one
+
+
+@needs_compiler
+def test_sums_and_gates_are_replayed_in_one_call_of_c() -> None:
+    kernels = CpuKernels.load()
+    x, both, out = torch.zeros(1, 16), torch.ones(1, 32), torch.empty(1, 16)
+    gate, sigmoid_of_1 = both[:, :16].view(1, 1, 16), 1 / (1 + math.exp(-1))
+
+    def forward() -> Tensor:
+        kernels.gate_mul(both, "silu", out)
+        kernels.sigmoid_mul(out, gate, out)
+        kernels.add(x, out)
+        return x
+
+    for times in (1, 2, 3):
+        kernels.tape.replay(ReplayKey((), ()), forward)
+        assert len(kernels.tape._last.steps) == 1
+        torch.testing.assert_close(x, torch.full((1, 16), times * sigmoid_of_1**2))
 
 
 def test_a_step_is_still_only_once_stores_before_it_are_done() -> None:

@@ -108,8 +108,8 @@ static void check_rows(int is_bf16) {
         rms_norm(&norm);
         norm.weight = wide_weight, norm.out = widely[i], norm.is_weight_bf16 = 0;
         rms_norm(&norm);
-        add(widely[i], x, cos, TOKENS, wide, is_bf16, threads);
-        gate_mul(x, gated[i], TOKENS, half * ALL, wide, SILU, is_bf16, threads);
+        add(&(pair_args){widely[i], x, cos, TOKENS, wide, wide, 0, is_bf16, threads});
+        gate_mul(&(pair_args){gated[i], x, NULL, TOKENS, half * ALL, wide, SILU, is_bf16, threads});
         argmax(x, highest[i], TOKENS, wide, wide, is_bf16, threads);
         likeliest(&(likeliest_args){cos, places[i], scratch, TOKENS, half, half, 9, threads});
         draw(&(draw_args){x, rules[0], drawn[i], scratch, TOKENS, wide, wide, is_bf16, threads});
