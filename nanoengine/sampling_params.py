@@ -238,7 +238,9 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
-                raise InvalidParamsError("allowed_token_ids is empty: no token could be chosen")
+                raise InvalidParamsError(
+                    "allowed_token_ids is empty: no token could be chosen; leave it out or name one"
+                )
             self._set("allowed_token_ids", allowed)
 
     def _set(self, name: str, value: object) -> None:
@@ -429,9 +431,22 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
         raise InvalidParamsError(
             f"{name} must be a non-empty string or a list of them, got {shown(value)}"
         )
+    if any(not _is_unicode(text) for text in texts):
+        raise InvalidParamsError(
+            f"{name} holds a lone surrogate, which no text of a model can hold; leave it out"
+        )
     if len(texts) > MAX_STOPS:
         raise InvalidParamsError(f"{name}: at most {MAX_STOPS} strings, got {len(texts)}")
     return tuple(texts)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _ids(name: str, ids: object) -> tuple[int, ...]:
@@ -439,7 +454,7 @@ def _ids(name: str, ids: object) -> tuple[int, ...]:
         return ()
     if not isinstance(ids, tuple | list):
         raise InvalidParamsError(f"{name} must be a list of token ids, got {shown(ids)}")
-    checked = (_integer(name, token_id, 0, MAX_COUNT) for token_id in ids)
+    checked = (_integer(f"{name}[{i}]", each, 0, MAX_COUNT) for i, each in enumerate(ids))
     return tuple(dict.fromkeys(checked))
 
 

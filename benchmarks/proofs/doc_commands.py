@@ -30,6 +30,7 @@ PAGES = (
     "docs/command_line.md",
     "docs/settings.md",
     "docs/drafts.md",
+    "docs/structured.md",
     "docs/attention.md",
     "docs/kv_offload.md",
     "docs/small_gpu.md",

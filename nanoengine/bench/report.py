@@ -31,7 +31,9 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 def check_file(flag: str, path: str | Path | None) -> None:
     """Raise ConfigError for a file that could not be written after the run."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+    if path is not None and Path(path).is_dir():
+        raise ConfigError(f"{flag} {path} is a folder; give a file in it")
+    if path is not None and not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path}: there is no folder for such a file")
 
 

@@ -38,7 +38,7 @@ from nanoengine.bench.niah import (
 from nanoengine.bench.report import check_file, first_difference, versions
 from nanoengine.bench.workload import count
 from nanoengine.config.engine import NAMES
-from nanoengine.errors import ConfigError, EngineError, counted
+from nanoengine.errors import ConfigError, EngineError, counted, shown
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
@@ -341,5 +341,5 @@ def _lengths(text: str) -> list[int]:
     """ "1024,2048" as [1024, 2048], each once."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"must be like 4096 or 1024,2048, got {text}")
+        raise argparse.ArgumentTypeError(f"must be like 4096 or 1024,2048, got {shown(text)}")
     return list(dict.fromkeys(map(int, parts)))

@@ -10,14 +10,15 @@ import math
 import random
 from collections.abc import Iterator
 
-from nanoengine.errors import MAX_COUNT, ConfigError
+from nanoengine.errors import MAX_COUNT, ConfigError, shown
 
 
 def count(text: str) -> int:
     """The type of a flag that is a count, from 1."""
     number = int(text) if text.isascii() and text.isdecimal() else 0
     if not 1 <= number <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 to {MAX_COUNT}, got {text}")
+        limit = f"from 1 to {MAX_COUNT}"
+        raise argparse.ArgumentTypeError(f"must be an integer {limit}, got {shown(text)}")
     return number
 
 
@@ -28,7 +29,7 @@ def positive(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {shown(text)}")
     return number
 
 

@@ -125,6 +125,9 @@ def _check_paths(source: Path, target: Path) -> None:
             f"the input {source} {what}; check the path, and the current folder if it does not "
             "begin with /"
         )
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        what = "is a folder" if target.is_dir() else "is in a folder that does not exist"
+        raise UsageError(f"the output {target} {what}; give a file such as answers.jsonl")
     if target.exists() and target.samefile(source):
         raise UsageError(
             f"the output {target} is the input itself; give a path of its own such as answers.jsonl"

@@ -25,6 +25,16 @@ OTHER_VARIABLES = ("log_level", "traceback", "cache_gib", "api_key")  # that are
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 MAX_TOKENS = 512  # of an answer: SamplingParams' 16 are too few to read, and no limit may never end
 OWN_DEFAULTS = {"max_tokens": MAX_TOKENS, "stop": "none"}
+# What None is, of settings that are not planned at start-up.
+UNSET = {
+    "tokenizer": "the model's",
+    "quantization": "as stored",
+    "activation_dtype": "off",
+    "kv_offload_dtype": "that of dtype",
+    "enable_cpu_offload": "off",
+    "speculative": "planned or off",
+    "generation_config": "vllm; run and chat: auto",
+}
 # In a terminal, where a model names none of them: llama.cpp's. At SamplingParams' own, which choose
 # among all tokens, a small model answers nonsense.
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -134,7 +144,7 @@ def _type_of(kind: str) -> type[int] | type[float] | type[str]:
 
 
 def _default(field: Field[Any]) -> str:
-    return "planned or off" if field.default is None else str(field.default)
+    return UNSET.get(field.name, "planned") if field.default is None else str(field.default)
 
 
 def engine_config(

@@ -24,7 +24,7 @@ from nanoengine.cli.standard_streams import let_stderr_fail, open_missing_stream
 from nanoengine.cli.usage import UsageError, unknown_command, unknown_flag
 from nanoengine.config.engine import MAX_GIB
 from nanoengine.devices.logs import LEVELS, LOG_LEVEL, long_work_shown, show_logs
-from nanoengine.errors import TRACEBACK, EngineError
+from nanoengine.errors import TRACEBACK, EngineError, shown
 
 FAILED, MISUSED = 1, 2
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -284,7 +284,7 @@ def _amount(text: str) -> float:
     except ValueError:
         number = -1.0
     if not 0 <= number < MAX_GIB:
-        raise argparse.ArgumentTypeError(f"must be from 0 to {MAX_GIB}, got {text}")
+        raise argparse.ArgumentTypeError(f"must be from 0 to {MAX_GIB}, got {shown(text)}")
     return number
 
 

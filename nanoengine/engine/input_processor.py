@@ -235,7 +235,7 @@ def _checked_salt(salt: object) -> str:
     with suppress(UnicodeEncodeError):  # half of a surrogate pair
         if isinstance(salt, str) and salt.encode():
             return salt
-    raise InvalidPromptError(f"cache_salt must be a non-empty string, got {shown(salt)}")
+    raise InvalidPromptError(f"cache_salt must be a non-empty string of Unicode, got {shown(salt)}")
 
 
 def _token_id(value: object) -> int:

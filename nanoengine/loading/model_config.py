@@ -377,7 +377,14 @@ def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
             raise UnsupportedModelError(
                 f"{content.path}: {key!r} is {shown(content.get(key))}, which is not supported"
                 + (" (code in a checkpoint is never run)" if key == "auto_map" else "")
+                + _supported(architecture.requires.get(key, ()))
             )
+
+
+def _supported(values: Sequence[object]) -> str:
+    """For an error about a key. None: it may be missing, too."""
+    said = [shown(value) for value in values if value is not None]
+    return f"; supported: {', '.join(said)}" if said else ""
 
 
 def _has_window(content: CheckedJson, architecture: Architecture) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from nanoengine.config.model import LEAST_SUM
 
@@ -15,6 +15,7 @@ LATENT_NAMES = ("fc1_latent_proj", "fc2_latent_proj")  # the products around exp
 # before the output head; and the product that joins the first two.
 MTP_NORMS = ("enorm", "hnorm", "shared_head.norm")
 MTP_JOIN = "eh_proj"
+Activation = Literal["silu", "gelu_pytorch_tanh", "relu2", "xielu", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class ExpertNames:
     has_bias: bool = False
     exact_router: bool = False
     is_turned: bool = False
-    scoring: str = "softmax"
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
     has_choice_bias: bool = False
     least_sum: float = LEAST_SUM
     group_best: int = 0
@@ -131,24 +132,24 @@ class Architecture:
     layer_norm: bool = False
     norm_bias: bool = False
     is_parallel: bool = False
-    qk_norm: str = ""
+    qk_norm: Literal["", "head", "all heads"] = ""
     norms_of_heads: tuple[str, str] = ("q_norm", "k_norm")
     norms_turned: bool = False
     v_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = True
-    fused: tuple[str, ...] = ()
+    fused: tuple[Literal["qkv", "gate_up"], ...] = ()
     pairs_take_turns: bool = False
-    activation: str = "silu"
+    activation: Activation = "silu"
     is_gated: bool = True
-    mtp: str = ""
+    mtp: Literal["", "mtp", "layer"] = ""
     scales_embeddings: bool = False
     output_gate: bool = False
     gate_proj: bool = False
     head_gate: bool = False
-    hybrid: str = ""
+    hybrid: Literal["", "apart", "beside", "convs", "delta", "kimi", "mixers"] = ""
     projections: tuple[str, ...] = ()
-    windows: str = ""
+    windows: Literal["", "every layer", "layer_types", "pattern"] = ""
     ropes_in_windows: bool = False
     ropes_by_kind: bool = False
     shapes_by_layer: bool = False
@@ -158,7 +159,7 @@ class Architecture:
     sinks: bool = False
     latent: bool = False
     experts: ExpertNames | None = None
-    quantizations: tuple[str, ...] = ()
+    quantizations: tuple[Literal["mxfp4"], ...] = ()
     keys: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     reads: tuple[str, ...] = ()

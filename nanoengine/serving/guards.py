@@ -24,6 +24,7 @@ from nanoengine.serving.refusals import Refusal, told_of
 OPEN_PATHS = ("/health", "/ping", PAGE)  # load balancers and browsers that open a page have no key
 # Ends of names that public registries do not give away.
 NEAR = (".localhost", ".internal", ".local", ".lan", ".home.arpa")
+IDENTITY = "identity"  # of Content-Encoding: not compressed
 MIB = 1 << 20
 
 
@@ -109,6 +110,13 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
             415,
             "unsupported_media_type",
             f"the body must be JSON: send the header Content-Type: application/json, not {kind!r}",
+        )
+    coding = request.headers.get("content-encoding", IDENTITY).strip().lower()
+    if coding != IDENTITY:
+        raise Refusal(
+            415,
+            "unsupported_media_type",
+            f"the body is not unpacked: send it without the header Content-Encoding: {coding}",
         )
     most = options.max_body_mib * MIB
     body = bytearray()

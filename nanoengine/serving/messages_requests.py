@@ -13,7 +13,7 @@ from nanoengine.errors import InvalidParamsError, InvalidPromptError, number, sh
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.answer_forms import OUTPUT_FORMAT, OWN_FORM, form_in
 from nanoengine.serving.messages_answers import THREAD
-from nanoengine.serving.openai_keys import OWN_MESSAGE, Refused, given_keys
+from nanoengine.serving.openai_keys import EMPTY, OWN_MESSAGE, Refused, given_keys
 from nanoengine.serving.openai_requests import (
     ChatRequest,
     common_keys,
@@ -94,7 +94,8 @@ def _thinking(given: dict[str, Any]) -> tuple[int | None, dict[str, Any] | None]
         )
     budget = asked.get("budget_tokens")
     if (kind == "enabled") != (budget is not None):
-        raise InvalidParamsError("thinking of the type enabled, and no other, has budget_tokens")
+        says = "needs budget_tokens" if budget is None else "takes no budget_tokens"
+        raise InvalidParamsError(f"thinking {says}, got {shown(asked)}; only enabled has them")
     thinks = {"enable_thinking": kind != "disabled"}
     return budget, (variables or {}) | thinks | (template_kwargs(given) or {})
 
@@ -134,7 +135,7 @@ def _messages(given: dict[str, Any]) -> list[Any]:
         raise InvalidPromptError(
             f"the last message must be the user's, got the assistant's: {OWN_MESSAGE}"
         )
-    if not given.get("system"):
+    if given.get("system", "") in EMPTY:
         return messages
     system = text_content(given["system"], ("text",), "system")
     return [{"role": "system", "content": system}, *messages]

@@ -50,6 +50,7 @@ IS_TEXT = "answers are text"
 OTHER_FORM = "here it is structured_outputs={{{!r}: ...}}"
 IN_KWARGS = "a template that has it takes it in chat_template_kwargs"
 OWN_MESSAGE = "an answer begins a message of its own"
+FEW = 8  # keys that an error lists
 EMPTY: tuple[Any, ...] = ("", [], {})  # such values ask for nothing, whatever their key
 # Keys that cannot be obeyed: other values that ask for nothing, and why the rest is refused.
 REFUSED: Refused = {
@@ -129,5 +130,7 @@ def unknown_key(name: str, known: Collection[str], where: str = "") -> KeyRefuse
     hint = f"{own} has it" if own else sentence_of(name)
     if not hint and (near := near_name(name, known)):
         hint = f"did you mean {near!r}?"
+    if not hint and len(known) <= FEW:
+        hint = f"there are {', '.join(sorted(known))}"
     text = f"unknown key {shown(name)}{where}" + (f"; {hint}" if hint else "")
     return KeyRefusedError(text, name[:MAX_NAME], "unknown_parameter")

@@ -75,11 +75,11 @@ class ServerOptions:
         for name, (least, most) in COUNTS.items():
             whole = integer(getattr(self, name))
             if whole is None or not least <= whole <= most:
-                raise _out_of_range(name, f"an integer from {least} to {most}", whole)
+                raise _out_of_range(name, f"an integer from {least} to {most}", getattr(self, name))
         for name, (shortest, longest) in SECONDS.items():
             given = number(getattr(self, name))
             if given is None or not shortest <= given <= longest:
-                raise _out_of_range(name, f"from {shortest:g} to {longest:g}", given)
+                raise _out_of_range(name, f"from {shortest:g} to {longest:g}", getattr(self, name))
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise ConfigError("api_key must be a non-empty text of ASCII characters")
         if self.metrics_prefix not in PREFIXES:

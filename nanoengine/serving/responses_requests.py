@@ -174,6 +174,8 @@ def _add(messages: list[dict[str, Any]], item: Any, index: int) -> None:
         text = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
         messages.append({"role": "assistant", "reasoning_content": text})
     elif kind == "message" and "role" in item:
+        if not isinstance(item["role"], str):
+            raise InvalidPromptError(f"{where}.role must be a text, got {shown(item['role'])}")
         content = text_content(item.get("content"), TEXTS, f"{where}.content")
         answer = _last_answer(messages) if item["role"] == "assistant" else {}
         if item["role"] == "assistant" and answer.keys() <= {"role", "reasoning_content"}:

@@ -8,8 +8,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, integer, shown
+from nanoengine.serving.openai_keys import EMPTY, check_object, given_keys
 from nanoengine.serving.openai_keys import REFUSED as REFUSED_IN_CHATS
-from nanoengine.serving.openai_keys import check_object, given_keys
 from nanoengine.serving.openai_requests import plain_messages, read_flag, template_kwargs
 from nanoengine.serving.openapi import DETOKENIZE, TOKENIZE, body_of
 from nanoengine.serving.service import Service, json_response
@@ -81,7 +81,8 @@ class TokenEndpoints:
         if is_open and wants_answer:
             raise InvalidParamsError("continue_final_message needs add_generation_prompt=false")
         # A choice that any model can follow whose template shows tools.
-        use = read_tools(given["tools"], REQUIRED) if given.get("tools") else None
+        given_tools = given.get("tools", [])
+        use = None if given_tools in EMPTY else read_tools(given_tools, REQUIRED)
         prompts.parsers.check(use)
         tools = None if use is None else use.tools
         asked = goes_on(messages) if is_open else messages

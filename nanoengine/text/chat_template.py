@@ -96,7 +96,8 @@ def _message_forms(messages: Sequence[Mapping[str, Any]]) -> list[list[dict[str,
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidPromptError(
-            "messages must be a list of at least one {'role': ..., 'content': ...}"
+            "messages must be a list of at least one {'role': ..., 'content': ...}, "
+            f"got {shown(messages)}"
         )
     checked = [_plain_message(message, index) for index, message in enumerate(messages)]
     whole = [({"content": None} if "tool_calls" in m else {}) | m for m in checked]

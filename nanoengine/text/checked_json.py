@@ -17,15 +17,16 @@ from nanoengine.errors import CorruptModelError, ModelLoadError, shown
 MAX_SIZE = 10_000_000  # far above any dimension of a real model
 MAX_JSON_BYTES = 256 << 20
 MAX_DEPTH = 64
+MAX_DIGITS = 1000  # of an integer
 MAX_REASON = 200  # characters of a library's error; it may quote a whole file
 
 
 def strict_json(text: str | bytes) -> Any:
-    """The value of a JSON text of a user or a model. Raises ValueError, also for NaN and infinities
-    and for what is nested too deeply to be read.
+    """The value of a JSON text of a user or a model. Raises ValueError, also for NaN, infinities,
+    integers of more than MAX_DIGITS and what is nested too deeply to be read.
     """
     try:
-        return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        return json.loads(text, parse_constant=_no_number, parse_float=_finite, parse_int=_integer)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -41,6 +42,13 @@ def object_in(text: str) -> dict[str, Any] | None:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _integer(digits: str) -> int:
+    """Python's own limit (4300) has an error about Python."""
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits, and may have {MAX_DIGITS}")
+    return int(digits)
 
 
 def _finite(digits: str) -> float:

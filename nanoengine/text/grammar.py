@@ -28,6 +28,7 @@ MAX_CACHED = 1 << 20  # bytes of the forms whose grammars are kept
 ENTRY = 16 << 10  # bytes that a small one counts for: its grammar takes more than its text
 COMPILE_SECONDS = 3.0
 MAX_REASON = 300  # characters of llguidance's errors
+NO_TEXT = "NoExtensionBias"  # llguidance's whole error about a form that no text fits
 # Of one step, so that no grammar keeps other requests waiting; llguidance's defaults are higher.
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 1000,
@@ -215,5 +216,6 @@ def _cost(source: tuple[str, str]) -> int:
 
 
 def _reason(error: str) -> str:
-    """llguidance's error on one line."""
-    return " ".join(error.replace("<non-verbose/>", "").split())[:MAX_REASON]
+    """llguidance's error on one line; in words where it is only the name of a state."""
+    said = " ".join(error.replace("<non-verbose/>", "").split())[:MAX_REASON]
+    return "no text fits it; what refers to itself needs another end" if said == NO_TEXT else said

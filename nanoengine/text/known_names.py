@@ -25,7 +25,9 @@ R = TypeVar("R")
 SETTING, PARAMETER, ARGUMENT, FLAG = SCOPES = ("setting", "parameter", "argument", "flag")
 WORKS, RENAMED, CHANGED, MISSING = "works", "renamed", "changed", "missing"
 NOTHING = (None, False, "auto", "")  # values that ask for nothing, of most names
-ASKING = ("do_sample", "think")  # names whose False would change the answer
+# Names whose False or 0 asks for what is not done without them, and the names here of others.
+ASKING = ("do_sample", "think", "enable_chunked_prefill", "eos_token_id", "max_length")
+ASKED_BY_0 = ("max_tokens", "n", "repetition_penalty", "seed", "thinking_token_budget")
 GROUP = re.compile(r"(works|renamed|changed|missing)(?: unless (\(.+?\)))?(?:: (.+))?")
 OWNER = {
     SETTING: "it is a setting of the engine: LLM(model, {}=...)",
@@ -50,7 +52,8 @@ class KnownName:
 
     def asks_nothing(self, value: object) -> bool:
         """Whether this value asks for nothing that is missing here."""
-        known = (None, *self.done) if self.name in ASKING else (*NOTHING, *self.done)
+        is_asking = self.name in ASKING or self.here in ASKED_BY_0
+        known = (None, *self.done) if is_asking else (*NOTHING, *self.done)
         return isinstance(value, bool | int | float | str | None) and value in known
 
     def is_done(self, value: object) -> bool:

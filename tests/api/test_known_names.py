@@ -352,6 +352,7 @@ def test_arguments_of_other_engines_become_settings() -> None:
     ("given", "text"),
     [
         ({"model": "m", "enable_lora": True}, "'enable_lora'; LoRA is not supported yet"),
+        ({"model": "m", "enable_chunked_prefill": False}, "unknown setting 'enable_chunked_pref"),
         (EngineArgs("m", pipeline_parallel_size=2), "tensor_parallel_size is the only way"),
         (EngineArgs("m", compilation_config={"level": 3}), "'compilation_config'; PyTorch"),
         ({"model": "m", "kv_cache_memory_bytes": 1 << 30}, "here it is kv_cache_gib, in GiB"),

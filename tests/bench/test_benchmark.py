@@ -76,7 +76,7 @@ def test_counts_begin_with_1(
     for arguments in (["offline", "--num-seqs"], ["offload", "--input-len"]):
         with pytest.raises(SystemExit):
             bench(*arguments, number)
-        said = f"argument {arguments[1]}: must be an integer from 1 to 2147483647, got {number}"
+        said = f"argument {arguments[1]}: must be an integer from 1 to 2147483647, got {number!r}"
         assert said in capsys.readouterr().err
 
 

@@ -150,7 +150,7 @@ def test_a_rate_or_a_time_that_is_none_is_named(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["serve", flag, value])
-    assert f"argument {flag}: must be a number above 0, got {value}" in capsys.readouterr().err
+    assert f"argument {flag}: must be a number above 0, got {value!r}" in capsys.readouterr().err
 
 
 def test_inf_is_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,8 +196,12 @@ def test_what_came_is_kept_with_its_times(
 
 @pytest.mark.parametrize("flag", ["--json", "--record"])
 def test_a_file_that_cannot_be_written_is_told_before_the_run(flag: str, tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "none" / "x.json"):
-        with pytest.raises(ConfigError, match=f"{flag} {path}: there is no folder for such a file"):
+    told = {
+        tmp_path: " is a folder; give a file in it",
+        tmp_path / "none" / "x.json": ": there is no folder for such a file",
+    }
+    for path, text in told.items():
+        with pytest.raises(ConfigError, match=f"{flag} {path}{text}"):
             main(["serve", "--base-url", "http://127.0.0.1:9", flag, str(path)])
 
 

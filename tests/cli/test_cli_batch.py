@@ -228,6 +228,8 @@ def test_a_path_that_cannot_be_used_is_named(
         ("-", "out.jsonl", "the input must be a file"),
         ("in.jsonl", "./in.jsonl", "the output in.jsonl is the input itself; give a path"),
         ("in.jsonl", "link.jsonl", "the output link.jsonl is the input itself"),
+        ("in.jsonl", ".", "the output . is a folder; give a file such as answers.jsonl"),
+        ("in.jsonl", "no/out.jsonl", "out.jsonl is in a folder that does not exist; give a file"),
         ("none.jsonl", "out.jsonl", "the input none.jsonl does not exist; check the path"),
         (".", "out.jsonl", "the input . is no file; check"),
     ):

@@ -12,6 +12,7 @@ from nanoengine.cli.flags import (
     OTHER_VARIABLES,
     PARAMS,
     SETTINGS,
+    UNSET,
     engine_config,
     engine_settings,
     sampling_settings,
@@ -40,13 +41,21 @@ def test_every_setting_has_a_group_and_a_text() -> None:
 def test_help_shows_each_flag_with_its_default_and_variable(command: str) -> None:
     text = " ".join(make_parser()[1][command].format_help().split())
     for name, field in FIELDS.items():
-        default = "planned or off" if field.default is None else re.escape(str(field.default))
+        unset = UNSET.get(name, "planned")
+        default = re.escape(str(unset if field.default is None else field.default))
         flag, variable = name.replace("_", "-"), f"NANOENGINE_{name.upper()}"
         assert re.search(rf"--{flag}\b.*\[{default}; \${variable}\]", text), name
 
 
+def test_help_calls_no_setting_planned_that_is_the_models() -> None:
+    text = " ".join(make_parser()[1]["serve"].format_help().split())
+    assert "folder of another tokenizer [the model's; $NANOENGINE_TOKENIZER]" in text
+    assert "auto, vllm [vllm; run and chat: auto; $NANOENGINE_GENERATION_CONFIG]" in text
+    assert "most tokens of a request, prompt and output [planned; $" in text
+
+
 def test_help_shows_defaults_of_sampling_parameters_that_are_theirs() -> None:
-    """A setting that is None is planned or off; a parameter is not."""
+    """A setting that is None is planned, off, or of the model; a parameter is not."""
     text = " ".join(make_parser()[1]["run"].format_help().split())
     sampling = text[text.index("sampling:") : text.index("model and device:")]
     assert "may be given again [none] --ignore-eos" in sampling

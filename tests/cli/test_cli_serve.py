@@ -54,7 +54,7 @@ def test_the_key_may_be_in_the_environment() -> None:
         ({"port": 65536}, "port must be an integer from 0 to 65535, got 65536"),
         ({"max_open_texts": 0}, "max_open_texts must be an integer from 1"),
         ({"queue_seconds": -1}, "queue_seconds must be from 0 to 86400, got -1"),
-        ({"stall_seconds": float("nan")}, "stall_seconds must be from 0.1"),
+        ({"stall_seconds": float("nan")}, "stall_seconds must be from 0.1 to 86400, got nan"),
         ({"metrics_prefix": "x"}, "metrics_prefix must be nanoengine or vllm, got 'x'"),
         ({"api_key": "\xe9"}, "api_key must be a non-empty text of ASCII"),
     ],

@@ -33,6 +33,8 @@ def test_the_settings_page_has_every_setting_once() -> None:
 
 def test_the_page_of_models_has_every_class_once_and_all_that_is_read() -> None:
     classes = [name for family in FAMILIES for name in family.architectures]
+    missing = sorted(set(ARCHITECTURES) - set(classes))
+    assert not missing, f"add {missing} to FAMILIES in tests/helpers/models_page.py: `make pages`"
     assert sorted(classes) == sorted(ARCHITECTURES)
     rows = [
         row.split(" | ") for row in models_page().splitlines() if row.endswith("ForCausalLM` |")

@@ -44,8 +44,8 @@ EXPERTS = {
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Nemotron 3 Nano: no feed-forward without experts, of which the file would have no size."""
     row, folder = TINY[MOE], tmp_path_factory.mktemp("moe")
-    replace(row, settings=row.settings | EXPERTS)(folder)
-    return rounded(folder, folder.with_name("rounded"))
+    replace(row, settings=row.settings | EXPERTS)(folder / "exact")
+    return rounded(folder / "exact", folder / "rounded")
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ def test_thinking_is_a_budget_and_a_variable_of_the_template() -> None:
         ({"tools": CLAUDES, "tool_choice": "auto"}, "tool_choice must be an object whose type is"),
         ({"tools": CLAUDES, "tool_choice": {"type": "tool"}}, "which is not one of tools"),
         ({"tool_choice": {"type": "any"}}, "needs tools"),
-        ({"thinking": {"type": "enabled"}}, "and no other, has budget_tokens"),
+        ({"thinking": {"type": "enabled"}}, "thinking needs budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens must be"),
         ({"thinking": 5}, "thinking must be an object whose type is enabled or disabled"),
         (
