@@ -13,6 +13,7 @@ from nanoengine.config.engine import EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.context import KVChunk, KVTarget, RecurrentState
 from nanoengine.devices.device import Device
+from nanoengine.devices.gpu import find_graphs
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import ScheduledBatch, ScheduledSequence
 from nanoengine.startup.activations import activation_bytes
@@ -124,7 +125,11 @@ def profiled_bytes(
     batch = _largest_step(config)
     lengths = [item.num_tokens for item in batch.items]
     scratch = ScratchKV(model, config.kvcache_block_size, dtype, device, lengths)
-    return device.peak_bytes_of(lambda: make_runner(scratch).run(batch))
+    peak = device.peak_bytes_of(lambda: make_runner(scratch).run(batch))
+    if peak is None or config.enforce_eager or find_graphs(device.torch_device) is None:
+        return peak
+    # Graphs of decode steps keep what such a step holds, a part of this one.
+    return peak + peak * len(batch.items) // sum(lengths)
 
 
 def _largest_step(config: EngineConfig) -> ScheduledBatch:

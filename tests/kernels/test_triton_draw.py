@@ -57,7 +57,9 @@ def assert_drawn(got: Tensor, logits: Tensor, draws: Draws) -> None:
         assert runs_as_fast(got[row], want[row], logits[row].float(), draws, row), row
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.breadth)]
+)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_as_pytorch_draws(dtype: torch.dtype, rules: dict[str, Any]) -> None:
     logits, keys = some_logits(4, dtype), [draw_key(7, position) for position in range(4)]
