@@ -115,8 +115,9 @@ def profiled_bytes(
     dtype: torch.dtype,
     device: Device,
 ) -> int | None:
-    """Peak bytes of the largest step beside weights and KV; None if the settings or the device make
-    the measurement unnecessary. Raises OutOfMemoryError before it runs a step that cannot fit.
+    """Peak bytes of the largest step beside weights and KV, and what graphs of decode steps keep;
+    None if the settings or the device make the measurement unnecessary. Raises OutOfMemoryError
+    before it runs a step that cannot fit.
     """
     if config.num_gpu_blocks or config.kv_cache_gib or not device.computes_later:
         return None
