@@ -89,6 +89,7 @@ class PayingDrafts:
         self._num_right, self._num_checked = [0.0] * most, [0.0] * most
         self._is_drafting = True  # who does goes on for less: to stop and try again costs, too
         self._plain_s, self._num_plain = math.inf, 0
+        self._run: list[float] = []  # times of steps without drafts, begun ahead of each other
         self._since_plain, self._since_trial = 0, engine.since_trial  # steps
         self._between_plain = FIRST_REFRESH
         self._began: float | None = None  # when the step under way was planned
@@ -114,6 +115,7 @@ class PayingDrafts:
 
     def choose(self) -> int:
         """How many tokens to draft in the step that begins now."""
+        self._end_run()
         self._began = time.perf_counter()
         return self._number()
 
@@ -127,18 +129,40 @@ class PayingDrafts:
             return
         seconds = self._ended - began
         self._count(num_drafts, num_right)
+        if not is_decode:
+            self._end_run()
         if num_drafts:
             self._learn(num_drafts, num_right)
         if is_decode and not num_drafts:
-            self._num_plain += 1
-            # What is slower may be a step that also moved blocks, or in which others drafted.
-            is_slower = seconds > self._plain_s
-            self._plain_s = _moved(self._plain_s, seconds, WEIGHT) if is_slower else seconds
+            self._time_plain(seconds, is_ahead)
         elif is_decode and self._num_plain:
             # A draft reads less than a step: one that takes two waited for other programs, and
             # would keep the next trial away for long.
             most = 2 * num_drafts * self._plain_s
             self._engine.record_time(num_drafts, min(seconds - self._plain_s, most))
+
+    def _time_plain(self, seconds: float, is_ahead: bool) -> None:
+        """Note a step without drafts. Where such steps begin ahead of each other, the time of one
+        holds the launch of the next: a run's first one has two launches, and its last one none. So
+        those between them count, or the mean of two.
+        """
+        if not is_ahead:
+            self._end_run()
+        elif len(self._run) > 1:
+            self._note_plain(self._run[-1])
+        before = self._run or [math.nan] * 2 * is_ahead  # of such a one the launch is not known
+        self._run = [*before[:2], seconds]
+
+    def _end_run(self) -> None:
+        if 0 < len(self._run) < 3:
+            self._note_plain(sum(self._run) / len(self._run))
+        self._run = []
+
+    def _note_plain(self, seconds: float) -> None:
+        self._num_plain += 1
+        # What is slower may be a step that also moved blocks, or in which others drafted.
+        is_slower = seconds > self._plain_s
+        self._plain_s = _moved(self._plain_s, seconds, WEIGHT) if is_slower else seconds
 
     @property
     def _is_decided(self) -> bool:
