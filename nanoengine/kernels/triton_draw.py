@@ -143,17 +143,18 @@ def count(
     if is_cut:
         top, scale = _top_of(tops, row, pieces, WIDTH), LOG2E / temperature
         floors = _floors(top, temperature, DEPTHS)
-        number, mass = tl.zeros([DEPTHS], tl.float32), tl.zeros([DEPTHS], tl.float32)
+        numbers = tl.zeros([DEPTHS, COUNTED], tl.float32)  # a thread has all depths of its tokens
+        masses = numbers
         end = tl.minimum((piece + 1) * PIECE, vocab)
         for first in range(piece * PIECE, end, COUNTED):
             tokens = first + tl.arange(0, COUNTED)
             x = _load(logits, row, stride, tokens, end)
-            is_in = (x[:, None] >= floors[None, :]) & (tokens < end)[:, None]
-            number += tl.sum(tl.where(is_in, 1.0, 0.0), 0)
-            mass += tl.sum(tl.where(is_in, tl.exp2((x - top) * scale)[:, None], 0.0), 0)
+            is_in = (x[None, :] >= floors[:, None]) & (tokens < end)[None, :]
+            numbers += tl.where(is_in, 1.0, 0.0)
+            masses += tl.where(is_in, tl.exp2((x - top) * scale)[None, :], 0.0)
         at = counts + (row * pieces + piece) * DEPTHS + tl.arange(0, DEPTHS)
-        tl.store(at, number)
-        tl.store(at + rows * pieces * DEPTHS, mass)
+        tl.store(at, tl.sum(numbers, 1))
+        tl.store(at + rows * pieces * DEPTHS, tl.sum(masses, 1))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -204,16 +205,16 @@ def _measure(
     BY_MASS: tl.constexpr, WIDTH: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """How many kept tokens have a rank from each of `from_ranks` [WIDTH] on, or their mass."""
-    total = tl.zeros([WIDTH], tl.float32)
+    total = tl.zeros([WIDTH, COUNTED], tl.float32)
     for first in range(0, number, COUNTED):
         places = first + tl.arange(0, COUNTED)
         logits = _load(x, row, stride, places, number)
         rank = _rank(logits)
         is_in = (places < number) & _is_kept(rank, places, least, last)
         each = tl.where(is_in, tl.exp2((logits - top) * scale) if BY_MASS else 1.0, 0.0)
-        reaches = rank[:, None] >= from_ranks[None, :]
-        total += tl.sum(tl.where(reaches, each[:, None], 0.0), 0)
-    return total
+        reaches = rank[None, :] >= from_ranks[:, None]
+        total += tl.where(reaches, each[None, :], 0.0)
+    return tl.sum(total, 1)
 
 
 @triton.jit

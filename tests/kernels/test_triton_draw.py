@@ -4,6 +4,7 @@ GPUs that are not here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,17 @@ VOCAB = 1100  # five pieces, the last of them short
 
 
 @pytest.fixture(autouse=True)
-def small_and_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small pieces; no kernel touches memory beside the tensors that it was given."""
+def small_and_inside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small pieces; no kernel touches memory beside the tensors that it was given, and new memory
+    is NaN: what an earlier draw left there may be right.
+    """
     check_kernels(monkeypatch)
     monkeypatch.setattr(triton_draw, "PIECE", 256)
     monkeypatch.setattr(triton_draw, "COUNTED", 64)
     monkeypatch.setattr(triton_draw, "COLLECTED", 256)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def draws_of(params: list[SamplingParams], keys: list[int]) -> Draws:
