@@ -23,6 +23,7 @@ from benchmarks.pictures import PICTURES, RESULTS, SCHEMES, Picture, Scheme, pai
 FILES = ("gpu/h200_2026-11-27.json",)
 FIRST_MEASURED = "2026-11-20"  # results without a date
 LONGEST = 1 << 20
+NEARLY_LONGEST = LONGEST - 1024  # room for what is generated
 # What engines say of a request that KV on the GPU does not hold; vllm-project/vllm#2418.
 VLLM = "larger than the maximum number of tokens that can be stored in KV cache"
 
@@ -195,7 +196,7 @@ def _name(context: int, hashes: set[str]) -> str:
     """A tick's label: the length, and under it the hash of the tokens that were generated there."""
     name = str(context)
     if context >= 1024:
-        name = f"{context >> 10}K" if context < LONGEST else f"{context >> 20}M"
+        name = f"{context >> 10}K" if context < NEARLY_LONGEST else f"{context / LONGEST:.0f}M"
     return "\n".join([name, *sorted(hashes)])
 
 

@@ -44,8 +44,9 @@ from stream_trace import TraceEntry, traced
 from tiny_models import TINY
 
 import nanoengine
+from benchmarks.gpu.gpu_coded_decode import coded_decode
 from benchmarks.gpu.gpu_codes import coded_products
-from benchmarks.gpu.gpu_drafts import drafts, resident_drafts, sharing
+from benchmarks.gpu.gpu_drafts import drafts, resident_drafts, sharing, turns
 from benchmarks.gpu.gpu_draws import draws as draws_of_tokens
 from benchmarks.gpu.gpu_host import host_attention
 from benchmarks.gpu.gpu_kernels import kernels, prefill_share, verify_rows
@@ -467,6 +468,7 @@ def make_rows(
         },
         "speeds": {
             "resident_decode": lambda: resident_decode(large, scale, read_speed()),
+            "coded_decode": lambda: coded_decode(large, scale, read_speed()),
             "workload": lambda: workload(small, scale, read_speed(), peers.vllm),
             "nano_vllm": lambda: nano_vllm(small, qwen, scale, peers.nano_vllm),
             "lightly_streamed": lambda: lightly_streamed(large, scale, link_speed()),
@@ -477,6 +479,7 @@ def make_rows(
         "long": {
             "drafts": lambda: drafts(large, scale),
             "resident_drafts": lambda: resident_drafts(large, scale),
+            "turns": lambda: turns(large, scale),
             "long_context": lambda: long_context(large, scale, link_speed()),
         },
     }

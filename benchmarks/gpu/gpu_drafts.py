@@ -18,6 +18,7 @@ from unittest import mock
 
 from benchmarks.gpu.gpu_measure import Row, Scale, decoding, offloaded, running, token_bytes
 from nanoengine import SamplingParams
+from nanoengine.engine.draft_turns import FasterWay
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.sequence import ScheduledSequence
 
@@ -25,6 +26,7 @@ RIGHT = (0.7, 0.8, 0.9)
 MOST = 24
 ROWS = (1, 2, 5, 9, 17)
 NUM_ROUNDS = 10
+DRAFTS_OF_TURNS = 6
 
 
 class FixedLength:
@@ -106,6 +108,46 @@ def resident_drafts(folder: Path, scale: Scale) -> Iterator[Row]:
         made.kv.spec = replace(made.kv.spec, drafts_from=1)
         for context in scale.decode_contexts:
             yield rounds_at(made, context)
+
+
+def turns(folder: Path, scale: Scale) -> Iterator[Row]:
+    """Two streamed requests whose drafts are checked in one step, and in turns: one drafts while
+    the other is on the link.
+    """
+    contexts = scale.decode_contexts[:2]
+    with running(folder, scale, num_gpu_blocks=64) as made:
+        size = token_bytes(made)
+    settings = offloaded(scale, 2 * max(contexts), size) | {"max_model_len": max(contexts) + 4096}
+    settings |= {"kv_cache_gib": 2 * scale.device_gib, "speculative": f"resident:{MOST}"}
+    with running(folder, scale, **settings) as made:
+        for context in contexts:
+            rates = {apart: _rate_of_two(made, context, apart) for apart in (False, True)}
+            yield {
+                "context": context,
+                "drafts": DRAFTS_OF_TURNS,
+                "together_tokens_per_s": round(rates[False], 2),
+                "in_turns_tokens_per_s": round(rates[True], 2),
+                "ratio": round(rates[True] / rates[False], 3),
+            }
+
+
+def _rate_of_two(made: LLMEngine, context: int, apart: bool) -> float:
+    """Tokens a second of two requests."""
+    with (
+        mock.patch.object(FasterWay, "next", lambda self, num_checked: apart),
+        decoding(made, [context, context]),
+        right_share(RIGHT[1]),
+    ):
+        seqs = list(made.scheduler.running)
+        for seq in seqs:
+            seq.draft_length = FixedLength(DRAFTS_OF_TURNS)
+        for _ in range(6):
+            made.step()
+        before, start = sum(seq.num_tokens for seq in seqs), time.perf_counter()
+        for _ in range(2 * NUM_ROUNDS):
+            made.step()
+        assert made.scheduler.turns.are_apart == (apart and made.scheduler.turns.are_taken)
+        return (sum(seq.num_tokens for seq in seqs) - before) / (time.perf_counter() - start)
 
 
 def rounds_at(made: LLMEngine, context: int) -> Row:

@@ -5,9 +5,11 @@ gpu_check.py, and what `make figure` draws.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,6 +29,7 @@ from nanoengine import PromptTooLongError
 from nanoengine.engine.drafter import Drafter, Drafts
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kv.kv_cache import HybridKVCacheManager
+from nanoengine.kv.kv_codec import encoded
 from nanoengine.kv.open_step import DraftStep
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.sequence import ScheduledBatch, Sequence
@@ -34,6 +37,7 @@ from nanoengine.sequence import ScheduledBatch, Sequence
 RIGHT = 0.8  # the share of drafts that is counted as right where speed is measured
 NUM_HASHED = 12  # tokens
 ROOM = 512  # tokens that a request may generate here
+PACKED = 0.77  # of the bytes that numbers of 16 bits take
 NUM_VARIANTS = 7  # different blocks of KV
 Plain = dict[int, tuple[list[int], float]]  # by context: the tokens that follow, ms of a step
 
@@ -48,6 +52,9 @@ def line(folder: Path, scale: Scale) -> Iterator[Row]:
     as_without says whether the tokens are those of the same steps without drafts, which have as
     many rows. Rows that are not padded so go through other products of the vendor's: where its two
     most likely tokens are nearly alike, another one may follow.
+
+    The longest contexts are kept in 12 bits a number on the host, which changes none; their rows
+    without drafts are of steps that have as many rows.
     """
     plain: Plain = {}
     most = max(scale.line_contexts) + ROOM
@@ -64,6 +71,18 @@ def line(folder: Path, scale: Scale) -> Iterator[Row]:
             yield from _plain(made, "streamed", scale.line_contexts, plain)
         with running(folder, scale, speculative=f"resident:{MOST}", **settings) as made:
             yield from _drafts(made, plain)
+        for context in scale.packed_contexts:
+            settings = _packed(scale, context, size) | card(scale)
+            with running(folder, scale, speculative=f"resident:{MOST}", **settings) as made:
+                of_this: Plain = {}
+                yield from _plain(made, "streamed", [context], of_this)
+                yield from _drafts(made, of_this)
+
+
+def _packed(scale: Scale, context: int, size: int) -> dict[str, Any]:
+    """Settings of an engine whose host keeps one context in 12 bits a number."""
+    held = offloaded(scale, context, math.ceil(PACKED * size))
+    return held | {"kv_offload_dtype": "bf12", "max_model_len": context + ROOM}
 
 
 def _refusal(made: LLMEngine) -> str:
@@ -81,7 +100,7 @@ def _plain(made: LLMEngine, how: str, contexts: Iterable[int], plain: Plain) -> 
             row = running_rounds(made, 0, 4, NUM_HASHED)
             tokens = _tokens_after(made, context)
         plain[context] = tokens, row["round_ms"]
-        yield {"how": how, "context": context, **row, "hash": _hash(tokens)}
+        yield _about(made, how, context) | row | {"hash": _hash(tokens)}
 
 
 def _drafts(made: LLMEngine, plain: Plain) -> Iterator[Row]:
@@ -104,9 +123,18 @@ def _drafts(made: LLMEngine, plain: Plain) -> Iterator[Row]:
                 many_ms = running_rounds(made, MOST, 1, 2)["round_ms"]
                 draft_ms = max(0.0, many_ms - plain_ms) / MOST
                 row = running_rounds(made, best_number(RIGHT, plain_ms, draft_ms), 1, 8)
-        about = {"how": "drafts", "context": context, "right": RIGHT, "oracle_right": oracle_right}
+        about = _about(made, "drafts", context) | {"right": RIGHT, "oracle_right": oracle_right}
         about["as_without"] = tokens[:NUM_HASHED] == truth[:NUM_HASHED]
         yield {**about, **row, "hash": _hash(tokens)}
+
+
+def _about(made: LLMEngine, how: str, context: int) -> Row:
+    """What a row says of itself; kv_offload_dtype only where numbers are packed."""
+    row: Row = {"how": how, "context": context}
+    offload = made.kv.memory.offload
+    if offload is not None and offload.codec is not None:
+        row["kv_offload_dtype"] = offload.codec.name
+    return row
 
 
 def _tokens_after(made: LLMEngine, context: int) -> list[int]:
@@ -127,6 +155,8 @@ def fill_apart(kv: HybridKVCacheManager, seq: Sequence, on_host: bool) -> None:
     shape, dtype = (NUM_VARIANTS, *pool[0].shape[1:]), pool[0].dtype
     values = torch.randn(shape, generator=generator).to(dtype)
     values = values if on_host else values.to(pool[0].device)
+    if on_host and offload is not None and offload.codec is not None:
+        values = torch.stack([encoded(offload.codec, each) for each in values])
     table = kv.tables[seq.seq_id]
     table.commit(seq.num_tokens - 1)
     for index, block in enumerate(table.held):

@@ -81,6 +81,7 @@ class Scale:
     workload: tuple[int, int, int]  # requests, requests beside transformers, longest
     needles: tuple[tuple[int, int], ...]  # samples, length
     line_contexts: tuple[int, ...]  # of the line of decode speed over context
+    packed_contexts: tuple[int, ...]  # of the same, with KV in 12 bits on the host
     num_out: int  # tokens of an answer whose bits or ids are compared
     page: int  # tokens of a block in the comparison with large blocks
     num_neighbours: int  # requests before the one that must be as alone
@@ -102,6 +103,7 @@ class Scale:
             prefill_lengths=cut(self.prefill_lengths),
             needles=tuple(n for n in self.needles if n[1] <= longest) or self.needles[:1],
             line_contexts=cut(self.line_contexts),
+            packed_contexts=tuple(n for n in self.packed_contexts if n <= longest),
         )
 
     def shapes(self, folder: Path, config: dict[str, Any]) -> Path:
@@ -124,6 +126,7 @@ ON_GPU = Scale(
     workload=(256, 64, 1024),
     needles=((100, 32_768), (10, 131_072), (3, (1 << 20) - 16)),
     line_contexts=tuple(8192 << n for n in range(7)),  # 512K: 64 GiB of RAM
+    packed_contexts=((1 << 20) - 1024,),  # 99 GiB; of 1M with what is generated
     num_out=24,
     page=256,  # what flash kernels ask of a block
     num_neighbours=49,
@@ -140,6 +143,7 @@ REHEARSAL = Scale(
     workload=(4, 2, 32),
     needles=((2, 2048),),
     line_contexts=(256, 512, 1024),
+    packed_contexts=(1024,),
     num_out=5,
     page=32,
     num_neighbours=9,
