@@ -83,7 +83,7 @@ QUANTIZATIONS_REFUSED = (
     Refusal(
         r"^awq$|^gptq$|^auto-?round|^mxfp4$|^nvfp4$|^modelopt|^hqq$|^aqlm$|^exl[23]$|^vptq$|^$",
         QUANTISED,
-        f'{ORIGINAL} with quantization="int8", or a GGUF of it with quantization="gguf"',
+        f'{ORIGINAL} with quantization="int8", or a GGUF of it',
     ),
     Refusal(
         r"fp8|compressed",

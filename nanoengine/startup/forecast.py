@@ -199,11 +199,11 @@ class Forecaster:
 
     def _keeps_codes(self) -> bool:
         """Whether what files hold as codes stays so: unless that is asked for or forbidden, where
-        kernels take them; a GPU gets the numbers of a GGUF.
+        kernels take them.
         """
         method, hardware = self._config.quantization, self._hardware
         if method is not None or hardware.gpu_bytes:
-            return method == "gguf" or (method is None and not self._stored.is_gguf)
+            return method in (None, "gguf")
         return self._dtype in (torch.float32, hardware.auto_dtype)
 
     def forecast(self, context: int | None) -> Forecast:

@@ -131,9 +131,10 @@ def find_folder(config: EngineConfig, device: Device) -> Path:
 
 def _why_numbers(config: EngineConfig, device: Device) -> str:
     """Why a GGUF is dequantised where nothing is asked for; "" if it keeps its codes."""
-    if device.name != "cpu":
-        return 'quantization="gguf" keeps its codes'
     dtype, _ = choose_dtype(config, device)
+    if device.name != "cpu":
+        takes_codes = choose_ops(config, device, None, dtype).takes_codes
+        return "" if takes_codes else f"codes need Triton on {device.name}, which has none"
     kernels, reason = find_kernels(device, None)
     if kernels is not None:
         try:

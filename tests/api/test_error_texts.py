@@ -205,7 +205,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     ),
     "27 HQQ": (
         lambda b: LLM(b.folder("hqq", config=CONFIG | {"quantization_config": HQQ})),
-        ("says 'hqq'", "not read", "16-bit original", 'quantization="int8"', 'quantization="gguf"'),
+        ("says 'hqq'", "not read", "16-bit original", 'quantization="int8"', "a GGUF"),
     ),
     "27 mixture of experts": (
         lambda b: LLM(b.folder("moe", config={"architectures": ["DeepseekForCausalLM"]})),

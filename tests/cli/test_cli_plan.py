@@ -352,9 +352,11 @@ def test_codes_on_a_gpu_take_the_bytes_of_the_file(
             model.types[name] = QuantType.Q4_1 if is_ffn else QuantType.Q8_0
             saved += values.size * (2 - (20 if is_ffn else 34) / 32)
     flags = [model.write(tmp_path / "m.gguf"), "--gpu-gib", "1", "--ram-gib", "1"]
-    plain = plan(capsys, *flags)["memory"]["GPU"]["weights"]
-    coded = plan(capsys, *flags, "--quantization", "gguf")["memory"]["GPU"]["weights"]
-    assert plain - coded == pytest.approx(saved, abs=1)
+    plain, coded, asked = (
+        plan(capsys, *flags, *more)["memory"]["GPU"]["weights"]
+        for more in (("--quantization", "none"), (), ("--quantization", "gguf"))
+    )
+    assert plain - coded == pytest.approx(saved, abs=1) and coded == asked
     for method, said in ("gguf", "codes of a GGUF"), ("none", "bfloat16"):
         assert main(["plan", *map(str, flags), "--quantization", method]) == 0
         assert f"GiB of weights in {said}, 512 positions" in capsys.readouterr().out

@@ -149,16 +149,17 @@ def assert_as_on_a_cpu(
         torch.testing.assert_close(logits, exact, atol=1e-4, rtol=0)
 
 
-def test_numbers_on_a_gpu_where_codes_are_not_asked_for(tiny: Tiny, tmp_path: Path) -> None:
-    """Of a GGUF by default; of other codes by "none"."""
+def test_codes_stay_codes_unless_numbers_are_asked_for(tiny: Tiny, tmp_path: Path) -> None:
+    """Of a GGUF, and of other files."""
     model = GGUFModel(tiny("llama"))
     model.types = {name: QuantType.Q8_0 for name, of in model.tensors.items() if of.ndim == 2}
     path = model.write(tmp_path / "m.gguf")
     coded, _ = coded_checkpoint(tiny("llama"), tmp_path, {"_proj": "INT4"})
     with VirtualGpu():
         for source, quantization, codes, said in (
-            (path, None, "", 'dequantised to bfloat16 (quantization="gguf" keeps its codes)'),
+            (path, None, "codes as stored: 23 of Q8_0", "Q8_0 GGUF, codes as stored"),
             (path, "gguf", "codes as stored: 23 of Q8_0", "Q8_0 GGUF, codes as stored"),
+            (path, "none", "", "Q8_0 GGUF, dequantised to bfloat16)"),
             (coded, None, "codes as stored: 21 of INT4", "safetensors"),
             (coded, "none", "", "safetensors"),
         ):
@@ -168,10 +169,17 @@ def test_numbers_on_a_gpu_where_codes_are_not_asked_for(tiny: Tiny, tmp_path: Pa
             engine.close()
 
 
-def test_codes_need_triton(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_need_triton(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody asks for them, the plan says so."""
     monkeypatch.setitem(sys.modules, "nanoengine.kernels.gpu_ops", None)
     with VirtualGpu(), pytest.raises(ConfigError, match=r"'int8' needs Triton on cuda.*; leave it"):
         small_engine(tiny("llama"), device="cuda", quantization="int8")
+    model = GGUFModel(tiny("llama"))
+    model.types = {name: QuantType.Q8_0 for name, of in model.tensors.items() if of.ndim == 2}
+    with VirtualGpu():
+        engine = small_engine(model.write(tmp_path / "m.gguf"), device="cuda")
+        assert "dequantised to bfloat16 (codes need Triton on cuda, which has" in str(engine.plan)
+        engine.close()
 
 
 def test_rounded_activations_are_for_a_cpu(tiny: Tiny) -> None:
