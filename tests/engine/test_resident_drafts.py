@@ -163,10 +163,10 @@ def test_steps_are_begun_ahead_until_one_drafts(tiny: Callable[[str], Path]) -> 
         made.close()
     assert all(with_drafts == without for without, with_drafts in texts.values())
     assert steps[True, len(SHORT)] == steps[False, len(SHORT)]
-    # The first step that is timed follows the prompt; of the next ones, which draft nothing, two
-    # are begun ahead.
+    # The first step that is timed follows the prompt; behind it steps that draft nothing are begun
+    # ahead, until two of them were between two others.
     ahead, alone, drafting = (False, True), (False, False), (True, False)
-    assert steps[True, len(LONG)][:5] == [alone, ahead, ahead, alone, drafting]
+    assert steps[True, len(LONG)][:7] == [alone, *4 * [ahead], alone, drafting]
     assert (True, True) not in steps[True, len(LONG)]
 
 
