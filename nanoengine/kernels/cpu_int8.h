@@ -167,22 +167,36 @@ INLINE void add_group(const block_t *b, const int g, const rounded_t *x, int64_t
     else add_rows(scales, codes, x, rows, acc, 0, format);
 }
 
-/* acc[r][c] = rows x of the outputs [column, column + columns) of a panel. x: [groups][rows]. */
+/* As prefetch_part. Bytes are multiplied faster than memory gives them, so L1 has not as many reads under way
+ * as are wanted: they go to L2, from further ahead. On a Zen 4 a core read 16 GB/s of Q4_K from L1, and 28 so.
+ * A Xeon with AMX was measured with L1 alone. */
+#if defined(__AMX_TILE__)
+enum { BYTES_AHEAD = CODES_AHEAD };
+#define prefetch_bytes prefetch_part
+#else
+enum { BYTES_AHEAD = 32768 };
+INLINE const char *prefetch_bytes(const char *next, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
+    return next + bytes;
+}
+#endif
+
+/* acc[r][c] = rows x of the outputs [column, column + columns) of a panel. x: [groups][rows]. Groups go first,
+ * so memory is read in order. */
 INLINE void multiply_rounded(const char *panel, int64_t groups, int64_t column, int64_t columns,
                              const rounded_t *x, int64_t rows, float *acc, const int format) {
     const int per_block = (int)(FORMAT[format].weights / GROUP);
     const int64_t part = group_bytes(format) * AT_ONCE * LANES / columns;
-    const char *next = panel + CODES_AHEAD;
+    const char *next = panel + BYTES_AHEAD;
     for (int64_t group = 0; group < groups; group += per_block, x += per_block * rows)
-        for (int64_t c = 0; c < columns; c += AT_ONCE * LANES) {
-            block_t b[AT_ONCE];
-            UNROLL for (int v = 0; v < AT_ONCE; v++)
-                b[v] = block_at(panel, group / per_block, column + c + v * LANES, format);
-            EACH_GROUP for (int g = 0; g < per_block; g++) {
-                next = prefetch_part(next, part);
+        EACH_GROUP for (int g = 0; g < per_block; g++)
+            for (int64_t c = 0; c < columns; c += AT_ONCE * LANES) {
+                block_t b[AT_ONCE];
+                UNROLL for (int v = 0; v < AT_ONCE; v++)
+                    b[v] = block_at(panel, group / per_block, column + c + v * LANES, format);
+                next = prefetch_bytes(next, part);
                 add_group(b, g, x + g * rows, rows, acc + c, group + g == 0, format);
             }
-        }
 }
 
 #define MULTIPLY_ROUNDED(format)                                                                    \
