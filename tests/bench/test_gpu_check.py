@@ -24,5 +24,5 @@ def test_the_rehearsal_runs_to_its_end(tmp_path: Path) -> None:
     assert 0 < found["two_gpus"][-1]["error_after_s"] < 2
     hashes = {(row["context"], row["hash"]) for row in found["line"] if "hash" in row}
     assert len(hashes) == len(dict(hashes)) == 3, "the same tokens however a request decodes"
-    assert [row["oracle_right"] for row in found["line"] if row.get("how") == "drafts"] == [1.0]
+    assert [row["oracle_right"] for row in found["line"] if row.get("how") == "drafts"] == [1, 1]
     assert {row.get("how") for row in found["line"]} == {None, "resident", "streamed", "drafts"}
