@@ -78,12 +78,13 @@ from nanoengine.devices.stream_check import CheckedDevice, CheckedStream, Key
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
 
-# Seconds, where a row takes more than others. KV of 512K tokens is 64 GiB to pin and to fill.
+# Seconds, where a row takes more than others. KV of 512K tokens is 64 GiB to pin and to fill, that
+# of 1M in 12 bits 99.
 LIMITS = {
     "all_models": 400.0,
     "workload": 240.0,
     "nano_vllm": 240.0,
-    "line": 330.0,
+    "line": 480.0,
     "drafts": 300.0,
     "resident_drafts": 240.0,
     "long_context": 300.0,

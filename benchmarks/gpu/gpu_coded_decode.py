@@ -11,14 +11,7 @@ from unittest import mock
 import torch
 
 from benchmarks.gpu.gpu_codes import random_codes
-from benchmarks.gpu.gpu_measure import (
-    Row,
-    Scale,
-    running,
-    time_decode,
-    time_prefill,
-    token_bytes,
-)
+from benchmarks.gpu.gpu_measure import Row, Scale, running, time_decode, time_prefill, token_bytes
 from nanoengine.loading.loader import DummyWeights
 from nanoengine.models.stored_codes import CodedRows, CodedWeight, Weight
 
@@ -45,7 +38,8 @@ def coded_decode(folder: Path, scale: Scale, read_gb_per_s: float) -> Iterator[R
         kept = "gguf" if formats else None
         settings = {"num_gpu_blocks": 2 * most // 256 + 8, "quantization": kept}
         with random_weights(formats, scale) as sizes, running(folder, scale, **settings) as made:
-            row: Row = {"weights": name, "plan": made.plan.quantization, "gb": sizes["all"] / 1e9}
+            row: Row = {"weights": name, "plan": made.plan.quantization}
+            row["gb"] = round(sizes["all"] / 1e9, 3)
             for num, length in batches:
                 step_s, _ = time_decode(made, [length] * num, NUM_STEPS)
                 read = sizes["read"] + num * length * token_bytes(made)

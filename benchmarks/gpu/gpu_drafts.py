@@ -132,7 +132,7 @@ def turns(folder: Path, scale: Scale) -> Iterator[Row]:
 
 
 def _rate_of_two(made: LLMEngine, context: int, apart: bool) -> float:
-    """Tokens a second of two requests."""
+    """Tokens a second of two requests. apart: whether they take turns, where the device can."""
     with (
         mock.patch.object(FasterWay, "next", lambda self, num_checked: apart),
         decoding(made, [context, context]),
