@@ -29,6 +29,7 @@ from nanoengine.attention.triton_rows import LOG2E, LONG
 from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, SoftmaxState, Spans
 from nanoengine.devices.device import to_device
+from nanoengine.kernels.power_of_two import power_of_two
 
 PARTITION, SHORT = 512, 64  # keys; so many partitions, then LONG times as long ones
 MERGED_AT_ONCE = 16  # partitions whose states are loaded together, at most
@@ -117,6 +118,7 @@ class TritonAttention:
         room = self._shared_bytes // (TILES_IN_SHARED_MEMORY * key_bytes)
         self._most_keys: int = min(MAX_TILE, 1 << (room.bit_length() - 1))
         self._programs: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._shapes: dict[tuple[int, ...], dict[str, Any]] = {}
         self._tiles: dict[tuple[int, int, int], tuple[Spans, Tensor | None]] = {}
         self._buffers: dict[tuple[int, ...], _Buffers] = {}
         self._kept: Kept = (None, None)
@@ -180,7 +182,7 @@ class TritonAttention:
     def _at_once(self, chunk: KVChunk) -> int:
         """Partitions merged together: those of a full block table, the same in all replays."""
         keys = chunk.block_table.shape[1] * chunk.k.shape[1]
-        return min(MERGED_AT_ONCE, int(triton.next_power_of_2(max(1, num_partitions(keys)))))
+        return min(MERGED_AT_ONCE, power_of_two(max(1, num_partitions(keys))))
 
     def _first_states(self, ctx: ForwardContext, few: int) -> Tensor:
         """_Partitions.start, from tensors only, as graphs may be replayed on longer contexts."""
@@ -275,9 +277,12 @@ class TritonAttention:
     def _shape(self, q: Tensor, chunk: KVChunk, rows: int) -> dict[str, Any]:
         _, heads, head_dim = q.shape
         _, block_size, kv_heads, _ = chunk.k.shape
+        key = heads, kv_heads, head_dim, block_size, rows
+        if key in self._shapes:
+            return self._shapes[key]
         tile = self._tile(block_size)
         group, most_rows = self._program(q, chunk)
-        return {
+        shape = self._shapes[key] = {
             "HEADS": heads,
             "GROUP": group,
             "GROUPS_OF_KEYS": heads // kv_heads // group,
@@ -292,17 +297,19 @@ class TritonAttention:
             "FEW": few_queries(group, most_rows),
             "SOFTCAP": self._config.softcap,
         }
+        return shape
 
     def _boxes(self, of: _Layer, chunk: KVChunk, rows: int) -> tuple[Any, Any]:
         """Descriptors of the keys and the values of all heads as rows, by which a GPU copies a tile
         in one go (NVIDIA's from compute capability 9.0 on); (None, None) where none can do it, or
         where it is not worth it: for the fewest rows, and where each tile has a mask.
         """
+        if not self._copies_boxes or rows == MIN_DOT or of.window:
+            return None, None
         _, block_size, kv_heads, head_dim = chunk.k.shape
         block, row, *_ = chunk.k.stride()
         tile = self._tile(block_size)
-        fits = head_dim == _padded(head_dim) and tile >= MIN_DOT
-        if not (self._copies_boxes and fits) or rows == MIN_DOT or of.window:
+        if head_dim != _padded(head_dim) or tile < MIN_DOT:
             return None, None
         shape = [(len(chunk.k) - 1) * (block // row) + block_size, kv_heads * head_dim]
         if block % row or row < shape[1] or row * chunk.k.element_size() % BOX_ALIGNMENT:
@@ -339,7 +346,7 @@ def few_rows(wanted: int, most: int) -> int:
     that their sums have another order than those of 16, of 64 and of prompts, which are the same
     bit by bit on an H200.
     """
-    rows = max(MIN_DOT, int(triton.next_power_of_2(wanted)))
+    rows = max(MIN_DOT, power_of_two(wanted))
     return min(64, most) if rows == 32 else rows
 
 
@@ -383,7 +390,7 @@ def query_tiles(chunk: KVChunk, lengths: Lengths, tile: int, few: int) -> list[t
 
 def _padded(head_dim: int) -> int:
     """Numbers of a head with which kernels compute."""
-    return max(MIN_DOT, int(triton.next_power_of_2(head_dim)))
+    return max(MIN_DOT, power_of_two(head_dim))
 
 
 def _states(q: Tensor, num_rows: int) -> SoftmaxState:

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
+from nanoengine.kernels.power_of_two import power_of_two
 from nanoengine.kernels.triton_code_kernels import choose
 
 LEAST_ROWS, MOST_ROWS = 8, 128  # of a tile
@@ -37,7 +38,7 @@ class ChosenTiles:
         """
         choices = ids.numel()
         mean = triton.cdiv(choices, count)
-        rows = int(min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(2 * mean))))
+        rows = min(MOST_ROWS, max(LEAST_ROWS, power_of_two(2 * mean)))
         num_tiles = min(count, choices) + choices // rows
         if choices > MOST_COMPARED:
             return _sorted(ids, count, rows, num_tiles)
@@ -45,7 +46,7 @@ class ChosenTiles:
         places = ids.new_empty(choices)
         choose[(triton.cdiv(max(choices, num_tiles), _STEP),)](
             ids.contiguous(), experts, starts, ends, places, choices, num_tiles,
-            rows, triton.next_power_of_2(count), _STEP,
+            rows, power_of_two(count), _STEP,
         )  # fmt: skip
         return cls(rows, experts, starts, ends, places)
 

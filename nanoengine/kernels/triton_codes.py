@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from nanoengine.kernels.chosen_tiles import MOST_ROWS, ChosenTiles
 from nanoengine.kernels.code_planes import OF_256, CodePlanes, planes_of
+from nanoengine.kernels.power_of_two import power_of_two
 from nanoengine.kernels.triton_code_kernels import gather, merge, product, unpack
 from nanoengine.kernels.triton_few_rows import few_rows
 from nanoengine.models.experts import CodedExpert, Map, Router, add_up
@@ -170,7 +171,7 @@ def multiply_few(
         return
     parts = x.new_empty(num_spans, len(out), planes.outputs, dtype=torch.float32)
     run(x, planes, bias, parts, tiles, each)
-    step = min(1024, triton.next_power_of_2(planes.outputs))
+    step = min(1024, power_of_two(planes.outputs))
     merge[(len(out), triton.cdiv(planes.outputs, step))](
         parts, out, len(out), planes.outputs, out.stride(0), num_spans, step, num_warps=4
     )
@@ -205,7 +206,7 @@ def launch_few(
     """As `launch`, of up to MOST_FEW rows of a tile, and codes in lanes."""
     outputs, inputs = planes.outputs, planes.inputs
     span, num_spans = spans_of(outputs, inputs)
-    rows = max(8, triton.next_power_of_2(len(x))) if tiles is None else tiles.rows
+    rows = max(8, power_of_two(len(x))) if tiles is None else tiles.rows
     width, warps, groups, stages = _FEW[planes.format][rows]
     is_part = out.dim() == 3
     num_tiles = 1 if tiles is None else len(tiles.experts)
@@ -262,4 +263,4 @@ def spans_of(outputs: int, inputs: int) -> tuple[int, int]:
 
 
 def _tile_rows(tokens: int) -> int:
-    return int(min(MOST_ROWS, max(_LEAST_ROWS, triton.next_power_of_2(tokens))))
+    return min(MOST_ROWS, max(_LEAST_ROWS, power_of_two(tokens)))

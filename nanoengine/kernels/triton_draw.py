@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoengine.kernels.power_of_two import power_of_two
 from nanoengine.models.draw import Draws
 
 PIECE = 4096  # tokens of a program; a row that is searched for its last token has one
@@ -31,7 +32,7 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     rules, stride = draws.rules.contiguous(), logits.stride(0)
     assert rules.dtype is torch.float64 and rules.shape == (6, rows) and logits.stride(1) == 1
     pieces = triton.cdiv(vocab, PIECE)
-    width = triton.next_power_of_2(pieces)
+    width = power_of_two(pieces)
     kept = None
     if draws.is_cut or draws.has_floor:
         kept = _last_kept(logits, rules, pieces, width)
@@ -49,7 +50,7 @@ def _last_kept(logits: Tensor, rules: Tensor, pieces: int, width: int) -> Tensor
     bits of the least logit that min_p keeps: int32 [3, rows].
     """
     (rows, vocab), stride = logits.shape, logits.stride(0)
-    most = min(COLLECTED, triton.next_power_of_2(vocab))
+    most = min(COLLECTED, power_of_two(vocab))
     tops = logits.new_empty((rows, pieces), dtype=torch.float32)
     counts = logits.new_empty((2, rows, pieces, DEPTHS), dtype=torch.float32)
     about = logits.new_empty((3, rows), dtype=torch.float32)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoengine.context import KVTarget
+from nanoengine.kernels.power_of_two import power_of_two
 from nanoengine.kernels.triton_recurrence import recurrence
 
 
@@ -125,7 +126,7 @@ class TritonKernels:
         size = x.shape[-1]
         _rms_norm[(x.shape[0] * heads,)](
             x, x, weight, out, eps, x.stride(0), x.stride(-2), heads, size,
-            triton.next_power_of_2(size), False, num_warps=_warps(size),
+            power_of_two(size), False, num_warps=_warps(size),
         )  # fmt: skip
 
     def add_rms_norm(
@@ -135,7 +136,7 @@ class TritonKernels:
         size = x.shape[-1]
         _rms_norm[(len(x),)](
             x, residual, weight, out, eps, size, size, 1, size,
-            triton.next_power_of_2(size), True, num_warps=_warps(size),
+            power_of_two(size), True, num_warps=_warps(size),
         )  # fmt: skip
 
     def rope_store(
@@ -144,7 +145,7 @@ class TritonKernels:
         """Rotate q in place, and store rotated k and v in the pool; see CpuKernels.rope_store."""
         tokens, heads, head_dim = q.shape
         kv_heads, half = k.shape[1], head_dim // 2
-        pad = triton.next_power_of_2
+        pad = power_of_two
         _rope_store[(tokens, 2)](
             q, k, v, cos, sin, target.k_slots, target.v_slots, target.pool,
             q.stride(0), k.stride(0), v.stride(0),
@@ -155,7 +156,7 @@ class TritonKernels:
         """out = activation(gate) * up; see CpuKernels.gate_mul."""
         kernel, *constants = _GATES[activation]
         tokens, size = out.shape
-        step = min(2048, triton.next_power_of_2(size))
+        step = min(2048, power_of_two(size))
         kernel[(tokens, triton.cdiv(size, step))](
             gate_up, out, gate_up.stride(0), size, step, *constants, num_warps=_warps(step)
         )
@@ -170,4 +171,4 @@ _GATES: dict[str, Any] = {
 
 
 def _warps(size: int) -> int:
-    return min(16, max(1, int(triton.next_power_of_2(size)) // 256))
+    return min(16, max(1, power_of_two(size) // 256))

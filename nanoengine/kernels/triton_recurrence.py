@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanoengine.config.model import RecurrentConfig
 from nanoengine.context import ForwardContext, RecurrentState
+from nanoengine.kernels.power_of_two import power_of_two
 from nanoengine.models.delta_net import DeltaNet, KimiNet
 from nanoengine.models.mamba import MambaNet
 from nanoengine.models.rules import RecurrentNet
@@ -264,7 +265,7 @@ def recurrence(
     if isinstance(net, MambaNet):
         bias, skip, gate_by = net.conv_bias, net.skip, net.gate_by
     heads = shape.num_key_heads, shape.num_value_heads, shape.key_dim, shape.value_dim
-    tokens, num_seqs, pad = len(x), len(ctx.kv_lens), triton.next_power_of_2
+    tokens, num_seqs, pad = len(x), len(ctx.kv_lens), power_of_two
     mixed = x.new_empty(tokens, shape.channels, dtype=torch.float32)
     num_gates = shape.num_decays + shape.num_value_heads
     gates = x.new_empty(tokens, num_gates, dtype=torch.float32)
@@ -293,6 +294,6 @@ def recurrence(
 
 def blocks_of(shape: RecurrentConfig) -> tuple[int, int]:
     """The columns of a block, and how many blocks there are in a head."""
-    pad = triton.next_power_of_2
-    block = int(min(pad(shape.value_dim), max(1, MOST_NUMBERS // pad(shape.key_dim))))
+    most = max(1, MOST_NUMBERS // power_of_two(shape.key_dim))
+    block = min(power_of_two(shape.value_dim), most)
     return block, int(triton.cdiv(shape.value_dim, block))

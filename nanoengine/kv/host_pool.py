@@ -17,6 +17,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,14 @@ from nanoengine.kv.step_plan import slot_runs
 LARGEST_SEGMENT = 1 << 30
 SMALLEST_SEGMENT = 1 << 26
 Shape = Sequence[int]
+
+
+class HostRun(NamedTuple):
+    """Consecutive blocks in a segment of the host pool. at: where they are in a list of slots."""
+
+    at: slice
+    segment: int
+    places: slice
 
 
 def numbers_of_blocks(num_blocks: int, shapes: Sequence[Shape]) -> int:
@@ -178,15 +187,16 @@ class HostPool:
         segment, place = self.locate(slot)
         return self.segment(segment, layer)[place]
 
-    def runs(self, layer: int, slots: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Group the blocks at `slots` into copies: (position in `slots`, consecutive blocks)."""
-        for at, first, count in slot_runs(slots):
-            stop = first + count
-            while first < stop:
-                segment, place = self.locate(first)
-                length = min(stop, self._starts[segment + 1]) - first
-                yield at, self.segment(segment, layer)[place : place + length]
-                at, first = at + length, first + length
+    def runs(self, slots: Sequence[int]) -> Iterator[HostRun]:
+        """Group the blocks at `slots` into copies, the same for all layers."""
+        apart = [slot + self.locate(slot)[0] for slot in slots]  # no run is in two segments
+        for at, _, count in slot_runs(apart):
+            segment, place = self.locate(slots[at])
+            yield HostRun(slice(at, at + count), segment, slice(place, place + count))
+
+    def blocks(self, layer: int, run: HostRun) -> Tensor:
+        """One layer of the blocks of a run, [blocks, parts, block_size, kv_heads, head_dim]."""
+        return self.segment(run.segment, layer)[run.places]
 
     def fill(self, value: float) -> None:
         """Fill all segments; waits for their allocation."""

@@ -28,7 +28,7 @@ from nanoengine.kv.host_pool import HostPool
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.ring import Ring
 from nanoengine.kv.step_plan import StepTransfers, Store, store_runs
-from nanoengine.kv.transfers import FailedTransfer, StoreEvents, TransferCounters
+from nanoengine.kv.transfers import FailedTransfer, Fill, StoreEvents, TransferCounters
 
 
 class OffloadEngine:
@@ -146,10 +146,9 @@ class OffloadEngine:
             for dst, src in _parts(host, block, first.start, first.stop):
                 d2h.copy(dst, src, ids, self._encode)
             return
-        for at, host in self.host.runs(layer, host_slots):
-            start, stop = device_slots[0] + at, device_slots[0] + at + len(host)
-            blocks = self._pool[layer][start:stop]
-            d2h.copy(host, blocks, ids[at : at + len(host)], self._encode)
+        blocks = self._pool[layer][device_slots[0] : device_slots[-1] + 1]
+        for each in self.host.runs(host_slots):
+            d2h.copy(self.host.blocks(layer, each), blocks[each.at], ids[each.at], self._encode)
 
     def queue_loads(self, layer: int, transfers: StepTransfers) -> Event:
         """Queue the loads of one layer: host blocks go back into device slots."""
@@ -169,9 +168,9 @@ class OffloadEngine:
             self.counters.h2d_bytes += self.loaded_bytes[layer] * load.num_tokens
         return h2d.record()
 
-    def queue_fill(self, layer: int, transfers: StepTransfers, index: int, ring_slot: int) -> Event:
-        """Queue fill `index` of one layer into a ring slot, once its last reader has drained it."""
-        host_slots = transfers.fills[index]
+    def queue_fill(self, layer: int, fill: Fill, ring_slot: int) -> Event:
+        """Queue a fill of one layer into a ring slot, once its last reader has drained it."""
+        host_slots = fill.host_slots
         h2d, declare = self.device.h2d, self.device.declare
         drained = self._drained[ring_slot]
         if drained is not None:
@@ -185,11 +184,9 @@ class OffloadEngine:
         target = self.ring.of_layer(layer)[ring_slot]
         if self._debug:
             h2d.fill(self.ring.whole(ring_slot), torch.nan)
-        for at, blocks in self.host.runs(layer, host_slots):
-            stop = at + len(blocks)
-            ids = tuple(transfers.block_ids.get(slot) for slot in host_slots[at:stop])
-            self.fetch(target[at:stop], blocks, ids)
-            self.counters.num_fill_copies += 1
+        for run in fill.runs:
+            self.fetch(target[run.at], self.host.blocks(layer, run), fill.block_ids[run.at])
+        self.counters.num_fill_copies += len(fill.runs)
         num_bytes = len(host_slots) * self._block_size * self.loaded_bytes[layer]
         self.counters.fill_bytes += num_bytes
         self.counters.h2d_bytes += num_bytes
@@ -224,6 +221,9 @@ class TransferRun:
         self._engine = engine
         self._transfers = transfers
         self._sources = engine.sources
+        self._fills = [
+            Fill.of(slots, engine.host, transfers.block_ids) for slots in transfers.fills
+        ]
         all_fills = [range(len(transfers.fills))] * len(self._sources)
         self._fills_of: Sequence[Sequence[int]] = transfers.fills_of or all_fills
         # Fills are numbered through all layers: these of layer i begin with _begins[i].
@@ -307,7 +307,7 @@ class TransferRun:
             ring_slot = self._next_fill % len(self._engine.ring)
             index = self._fills_of[layer][self._next_fill - self._begins[layer]]
             source = self._sources[layer]
-            event = self._engine.queue_fill(source, self._transfers, index, ring_slot)
+            event = self._engine.queue_fill(source, self._fills[index], ring_slot)
             self._filled[self._next_fill] = event
             self._next_fill += 1
 

@@ -23,15 +23,15 @@ class Ring:
         sizes = [slot_blocks * math.prod(block) for block in blocks]
         self._slots = pools[0].new_empty((num_slots, max(sizes)))
         self._views = [
-            self._slots[:, :size].view(num_slots, slot_blocks, *block)
+            self._slots[:, :size].view(num_slots, slot_blocks, *block).unbind()
             for size, block in zip(sizes, blocks, strict=True)
         ]
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._views[0]) if self._views else 0
 
-    def of_layer(self, layer: int) -> Tensor:
-        """The slots of a layer, [slots, slot_blocks, parts, block_size, kv_heads, head_dim]."""
+    def of_layer(self, layer: int) -> tuple[Tensor, ...]:
+        """The slots of a layer, each [slot_blocks, parts, block_size, kv_heads, head_dim]."""
         return self._views[layer]
 
     def whole(self, slot: int) -> Tensor:

@@ -1,11 +1,25 @@
-"""Records of copies between the tiers: their events, their failures, their bytes."""
+"""Records of copies between the tiers: fills, events, failures, bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nanoengine.devices.copy_streams import Event, Stream
+from nanoengine.kv.host_pool import HostPool, HostRun
+
+
+class Fill(NamedTuple):
+    """What a ring slot takes, the same for all layers: host slots, as runs, and their block ids."""
+
+    host_slots: tuple[int, ...]
+    runs: tuple[HostRun, ...]
+    block_ids: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, slots: tuple[int, ...], host: HostPool, block_ids: Mapping[int, int]) -> Fill:
+        return cls(slots, tuple(host.runs(slots)), tuple(map(block_ids.get, slots)))
 
 
 @dataclass(slots=True)

@@ -267,10 +267,10 @@ def measure_copy(memory: KVMemory) -> float:
     return num_tokens * offload.loaded_bytes[0] / best / 1e9
 
 
-def _ring_copies(ring: Tensor, host: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of (part of the ring, host blocks) to copy; host: a layer of a host segment."""
+def _ring_copies(ring: tuple[Tensor, ...], host: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of (part of a ring slot, host blocks) to copy; host: a layer of a host segment."""
     num_blocks = min(NUM_BLOCKS, len(host))
-    width = min(ring.shape[1], num_blocks)
+    width = min(len(ring[0]), num_blocks)
     host[:num_blocks] = 0  # memory never written reads faster than real KV
     starts = range(0, num_blocks - width + 1, width)
-    return [(ring[i % len(ring), :width], host[at : at + width]) for i, at in enumerate(starts)]
+    return [(ring[i % len(ring)][:width], host[at : at + width]) for i, at in enumerate(starts)]

@@ -229,7 +229,7 @@ def test_freed_slots_are_poisoned(tiny: Tiny) -> None:
     for pool in (
         *kv.memory.pool,
         *kv.memory.offload.host.segments,
-        kv.memory.offload.ring.of_layer(0),
+        *kv.memory.offload.ring.of_layer(0),
     ):
         assert pool.isnan().all()
     driver.engine.close()

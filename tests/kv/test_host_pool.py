@@ -83,8 +83,10 @@ def test_no_copy_spans_two_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         for layer in range(2):
             pool.block(layer, slot).fill_(10 * layer + slot)
     slots = [1, 2, 3, 4, 9, 0]
-    runs = [(at, blocks[:, 0, 0, 0, 0].tolist()) for at, blocks in pool.runs(1, slots)]
-    assert runs == [(0, [11, 12]), (2, [13, 14]), (4, [19]), (5, [10])]
+    runs = [
+        (slots[run.at], pool.blocks(1, run)[:, 0, 0, 0, 0].tolist()) for run in pool.runs(slots)
+    ]
+    assert runs == [([1, 2], [11, 12]), ([3, 4], [13, 14]), ([9], [19]), ([0], [10])]
     assert list(pool.slots(1, (0, 2))) == [3, 5]
     pool.close()
 
