@@ -11,6 +11,11 @@ INLINE void prefetch(const char *p, int64_t bytes) {
 
 typedef struct { const char *at; int64_t lines, share; } soon_t; /* what is read next, and its shares */
 
+INLINE soon_t soon_of(const char *at, int64_t bytes, int64_t shares) {
+    const int64_t lines = ceil_div(bytes, 64);
+    return (soon_t){at, lines, ceil_div(lines, shares)};
+}
+
 /* A share of it into L2. Small and often: the core waits for a burst, and memory for the core after it. */
 INLINE void bring_some(soon_t *soon) {
     const int64_t lines = min64(soon->share, soon->lines);
@@ -181,8 +186,8 @@ static void decode_softmax(float *scores, int64_t rows, int n, const int *visibl
 /* acc[r][d..] = acc * alpha + p V for `rows` rows and `vecs` vectors of head_dim (in pairs: of twice
  * LANES); alpha NULL: there is no acc yet. `left` is how many elements remain from d on. */
 INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *probs, float **acc,
-                          const float *alpha, const char *soon, int64_t d, int64_t left,
-                          const int rows, const int vecs, int mode) {
+                          const float *alpha, soon_t *soon, int64_t d, int64_t left, const int rows,
+                          const int vecs, int mode) {
     enum { MAX = 4 };
     vf a[ROWS][2 * MAX];
     const int outs = mode == BF16_PAIRS ? 2 * vecs : vecs;
@@ -191,7 +196,7 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
             a[r][j] = alpha ? load(acc[r] + d + j * LANES) * alpha[r] : splat(0);
     if (mode == BF16_PAIRS) {
         for (int i = 0; i < n; i += 2) {
-            if (soon) prefetch(soon + i * 64 * vecs, 128 * vecs);
+            bring_some(soon);
             const char *v0 = v + i * v_stride + 2 * d, *v1 = i + 1 < n ? v0 + v_stride : v0;
             UNROLL for (int j = 0; j < vecs; j++) {
                 vf x = load_bf16(v0 + 64 * j, left - 32 * j), y = load_bf16(v1 + 64 * j, left - 32 * j);
@@ -206,8 +211,8 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
     } else {
         const int size = mode == F32 ? 4 : 2;
         for (int i = 0; i < n; i++) {
+            bring_some(soon);
             UNROLL for (int j = 0; j < vecs; j++) {
-                if (soon) prefetch(soon + (i * vecs + j) * LANES * size, LANES * size);
                 vf x = load_f32(v + i * v_stride + size * (d + j * LANES), left - j * LANES, mode);
                 UNROLL for (int r = 0; r < rows; r++)
                     a[r][j] = fused(x, splat(probs[r * TILE + i]), a[r][j]);
@@ -219,20 +224,18 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
 }
 
 INLINE void decode_values_rows(const char *v, int64_t v_stride, int n, const float *probs, float **acc,
-                               const float *alpha, const char *soon, int64_t dim, const int rows,
-                               int mode) {
+                               const float *alpha, soon_t *soon, int64_t dim, const int rows, int mode) {
     const int wide = mode == BF16_PAIRS ? 32 : LANES, vecs = mode == BF16_PAIRS ? DVEC / 2 : DVEC;
-    const int64_t size = mode == F32 ? 4 : 2, step = vecs * wide;
+    const int64_t step = vecs * wide;
     int64_t d = 0;
     for (; d + step <= dim; d += step)
-        decode_values(v, v_stride, n, probs, acc, alpha, soon ? soon + n * size * d : 0, d, step, rows, vecs, mode);
-    for (; d < dim; d += wide)
-        decode_values(v, v_stride, n, probs, acc, alpha, soon ? soon + n * size * d : 0, d, dim - d, rows, 1, mode);
+        decode_values(v, v_stride, n, probs, acc, alpha, soon, d, step, rows, vecs, mode);
+    for (; d < dim; d += wide) decode_values(v, v_stride, n, probs, acc, alpha, soon, d, dim - d, rows, 1, mode);
 }
 
 #define DECODE_VALUES(name, mode)                                                                   \
     static void name(const char *v, int64_t v_stride, int n, const float *probs, float **acc,       \
-                     const float *alpha, const char *soon, int64_t dim, int64_t rows) {             \
+                     const float *alpha, soon_t *soon, int64_t dim, int64_t rows) {                 \
         WITH_ROWS(rows, decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, r, mode))  \
     }
 DECODE_VALUES(values_f32, F32)
@@ -267,8 +270,6 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
     const int64_t stride = partial_stride(dim), q_bytes = ceil_div(dim, 32) * 32 * 4;
     const int whole = head1 - head0 == a->kv_heads; /* else others read the rest: leave it to them */
     const int64_t words = ceil_div(size * dim, 4), steps = ceil_div(words, LANES);
-    /* Of a head: blocks of words to turn, and to multiply for some rows at a time; rows. */
-    const int64_t calls = (head1 - head0) * (steps * (TILE / LANES + ceil_div(rows, ROWS)) + rows);
     const int64_t groups = ceil_div(all, LANES); /* of rows */
     float *keys = (float *)scratch, *probs = keys + TILE * (q_bytes / 4), *alpha = probs + all * TILE;
     states_t *states = (states_t *)(alpha + groups * LANES);
@@ -293,9 +294,13 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
         const int n = min64(TILE, span.count - t);
         const char *k = span.k + t * key_stride, *v = span.v + t * key_stride;
         const int is_last = t + TILE >= span.count;
-        const char *next_k = !whole ? v : is_last ? after->k : k + TILE * key_stride;
-        const char *next_v = !whole ? v : is_last ? after->v : v + TILE * key_stride;
-        const int64_t lines = whole ? n * key_stride / 64 : 0;
+        const char *next_k = is_last ? after->k : k + TILE * key_stride;
+        const char *next_v = is_last ? after->v : v + TILE * key_stride;
+        const int64_t ahead = min64(TILE, is_last ? after->count : span.count - t - TILE);
+        const int64_t next_bytes = whole ? ahead * key_stride : 0;
+        /* Of a head: blocks of words to turn, and to multiply for some rows at a time, and rows; of V. */
+        const int64_t blocks_of_k = steps * (ceil_div(n, LANES) + ceil_div(rows, ROWS)) + rows;
+        const int64_t blocks_of_v = ceil_div(rows, ROWS) * ceil_div(dim, LANES * DVEC);
         if (!whole) {
             const int64_t first = head0 * width, own = (head1 - head0) * width;
             if (t == skipped) prefetch_rows(k + first, key_stride, n, own);
@@ -303,7 +308,8 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
             const int64_t left = min64(TILE, span.count - t - TILE);
             prefetch_rows(k + TILE * key_stride + first, key_stride, left, own);
         }
-        soon_t soon = {is_far ? next_k : v, lines, ceil_div(lines, calls)}; /* while K is read */
+        soon_t soon = soon_of(is_far ? next_k : v, is_far || !whole ? next_bytes : n * key_stride,
+                              blocks_of_k * (head1 - head0)); /* while K is read */
         for (int64_t h = head0, i = 0; h < head1; h++, i += rows)
             decode_scores(k + h * width, key_stride, n, q + i * q_bytes, q_bytes, rows, &soon, keys,
                           probs + i * TILE, dim, mode);
@@ -323,15 +329,16 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
             decode_softmax(probs + first * TILE, some, n, visible, scale_of(a), states + first / LANES,
                            alpha + first, mode);
         }
+        soon = soon_of(is_far ? next_v : next_k, next_bytes, /* while V is read */
+                       blocks_of_v * (head1 - head0) * (mode == BF16_PAIRS ? ceil_div(n, 2) : n));
         for (int64_t h = head0; h < head1; h++) {
             const char *vh = v + h * width;
-            const char *soon = (is_far ? next_v : next_k) + (h - head0) * n * width; /* while V is read */
             int64_t i = (h - head0) * rows, some;
-            for (const int64_t end = i + rows; i < end; i += some, soon = 0) {
+            for (const int64_t end = i + rows; i < end; i += some) {
                 some = rows_at_once(end - i);
                 float *p = probs + i * TILE, **s = acc + i, *f = t == skipped ? NULL : alpha + i;
                 (mode == F32 ? values_f32 : mode == BF16_WIDE ? values_wide : values_pairs)(
-                    vh, key_stride, n, p, s, f, soon, dim, some);
+                    vh, key_stride, n, p, s, f, &soon, dim, some);
             }
         }
     }
