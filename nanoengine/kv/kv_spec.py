@@ -32,8 +32,7 @@ class KVSpec:
     those that run; keeps_states: each has a second one, of before the guesses of a step;
     num_snapshots: of states that the host holds for prefix hits and preempted sequences.
     drafts_from: blocks of a sequence that drafts although all its KV is on the device
-    (draft_plan.drafts_from); 0: none does. keeps_first: drafts read the first block of a sequence,
-    so it stays on the device; else what is streamed is its beginning, and the rest one run.
+    (draft_plan.drafts_from); 0: none does.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -56,7 +55,6 @@ class KVSpec:
     num_snapshots: int = 0
     sources: tuple[int, ...] = ()
     drafts_from: int = 0
-    keeps_first: bool = True
 
     @property
     def num_layers(self) -> int:

@@ -25,14 +25,12 @@ class StepTables:
     """The blocks of all sequences: in the step, running but not in this step, preempted.
 
     kept: blocks that running sequences should keep on the device, see KVSpec.kept_blocks.
-    keeps_first: as in KVSpec.
     """
 
     in_step: Tables
     running: Tables = field(default_factory=list)
     preempted: Tables = field(default_factory=list)
     kept: frozenset[Block] = frozenset()
-    keeps_first: bool = True
 
     @property
     def all(self) -> Tables:
@@ -70,9 +68,8 @@ def drop_ranks(tables: StepTables) -> dict[Block, Rank]:
     Preempted sequences first, then running ones outside the step, then those in the step; within
     each, blocks of long sequences before those of short ones, so that a short one stays resident
     beside a long one; blocks of one sequence before shared ones; middle blocks, those that get
-    least attention and then the oldest first, before the first block, or this before all others if
-    nothing drafts; kept blocks last. Among equals any choice streams the same bytes: a step reads
-    every block once.
+    least attention and then the oldest first, before the first block; kept blocks last. Among
+    equals any choice streams the same bytes: a step reads every block once.
     """
     ranks: dict[Block, Rank] = {}
     for priority, group in enumerate((tables.preempted, tables.running, tables.in_step)):
@@ -84,7 +81,7 @@ def drop_ranks(tables: StepTables) -> dict[Block, Rank]:
                         priority=priority,
                         length_rank=_length_rank(blocks),
                         is_shared=block.ref_count > 1,
-                        is_first=tables.keeps_first and index == 0,
+                        is_first=index == 0,
                         heat=block.heat,
                         index=index,
                     )
@@ -118,13 +115,12 @@ class Placement:
     def promote(self) -> None:
         """Bring host blocks of the step into device slots. First kept blocks, into slots that hold
         no kept block. Then all, shortest sequences first, into slots that no running sequence uses
-        or only longer ones, which stream anyway; the latest blocks first if nothing drafts.
+        or only longer ones, which stream anyway.
         """
         tables, kept = self._tables.in_step, self._tables.kept
-        step = 1 if self._tables.keeps_first else -1
         of_windows = ((b, ANY_LENGTH) for blocks in tables if kept for b in blocks if b in kept)
         by_length = sorted(tables, key=len)
-        of_all = ((b, _length_rank(blocks)) for blocks in by_length for b in blocks[::step])
+        of_all = ((b, _length_rank(blocks)) for blocks in by_length for b in blocks)
         for wanted in (of_windows, of_all):
             for block, length_rank in wanted:
                 if block.num_tokens and block.device_slot is None:

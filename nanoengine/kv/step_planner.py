@@ -215,7 +215,6 @@ class StepPlanner:
             [table.held for table in running],
             [table.held for table in others if table.is_preempted],
             frozenset(kept),
-            self._spec.keeps_first,
         )
 
     def _locations(self, blocks: list[Block]) -> list[Location]:

@@ -91,7 +91,7 @@ def test_where_the_blocks_of_requests_lie(tiny: Callable[[str], Path], mode: str
     assert (blocks.status, blocks.num_prompt_tokens, blocks.num_computed) == ("running", 80, 80)
     assert blocks.is_streamed is (mode == "stream")
     assert sum(number for _, number in blocks.runs) == 10
-    assert count(blocks, "device", "both") > 0 and count(blocks, "host") > 0
+    assert blocks.runs[0][0] in ("device", "both") and count(blocks, "host") > 0
     use, host = at_work.stats.device, at_work.stats.host
     assert count(blocks, "device", "both", "moving") == use.num_used <= 6
     assert count(blocks, "both", "moving", "host") == host.num_used

@@ -169,7 +169,7 @@ def test_who_streams_drafts_by_default_where_no_bit_depends_on_it(
     assert guessed > 0 and 0 < most <= 32 and nothing == none == 0
     assert "up to 8 drafts" in str(plan) and 'speculative="off"' in str(plan)
     assert "guesses" not in str(as_before)
-    assert replace(plan.kv, drafts_from=0, keeps_first=False) == as_before.kv
+    assert replace(plan.kv, drafts_from=0) == as_before.kv
     assert plan.activation_bytes == as_before.activation_bytes
 
 

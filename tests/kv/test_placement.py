@@ -18,7 +18,7 @@ from nanoengine.kv.placement import (
     Tables,
     drop_ranks,
 )
-from nanoengine.kv.step_plan import DEVICE, HOST, Load, Location, Store, plan_reads
+from nanoengine.kv.step_plan import DEVICE, HOST, Load, Location, Store
 
 SIZE = 4
 
@@ -73,28 +73,6 @@ def test_drop_order_idle_before_running_own_before_shared_middle_before_first() 
     assert order[:3] == idle[1:]  # whoever does not run, oldest first
     assert order[-2:] == [other[0], shared]  # then first blocks, and the shared first one at last
     assert set(order[3:-2]) == {*running[1:], *other[1:]}
-
-
-def test_without_drafts_what_is_streamed_is_the_beginning() -> None:
-    """So a step reads fills and one run of device blocks, however blocks went and came back."""
-
-    def streamed(keeps_first: bool, *kinds: str) -> tuple[list[int], list[bool]]:
-        manager = BlockManager(5, 12, 1)
-        table = [block_on(manager, tiers) for tiers in kinds]
-        placement = Placement(manager, StepTables([table], keeps_first=keeps_first))
-        placement.place([block for block in table if not block.num_tokens])
-        placement.promote()
-        manager.check(references([table]))
-        away = [at for at, block in enumerate(table) if block.device_slot is None]
-        parts = plan_reads([[location(block) for block in table]], 4)
-        return away, [bool(part.fill) for part in parts]
-
-    went = "d", "d", "d", "d", "d", "", ""
-    assert streamed(False, *went) == ([0, 1], [True, False])
-    assert streamed(True, *went) == ([1, 2], [False, True, False])
-    came_back = "h", "h", "h", "h", "d", "d", ""
-    assert streamed(False, *came_back) == ([0, 1], [True, False])
-    assert streamed(True, *came_back) == ([2, 3], [False, True, False])
 
 
 def test_only_blocks_with_a_device_copy_are_in_the_order() -> None:

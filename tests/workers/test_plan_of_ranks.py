@@ -162,6 +162,6 @@ def test_gpus_hold_what_was_forecast(
         with LLM(tiny(name), **settings) as llm:
             plan = llm.plan
     assert plan.kv.ring_bytes and plan.kv.num_host_blocks
-    expected = replace(made.plan.kv, drafts_from=0, keeps_first=False)  # none drafts there unasked
+    expected = replace(made.plan.kv, drafts_from=0)  # nobody drafts on a GPU unasked
     assert expected == plan.kv and reported(made.plan) == reported(plan)
     assert made.weights == (plan.weight_bytes,) * 2
