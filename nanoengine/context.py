@@ -214,6 +214,8 @@ class ForwardContext:
     kv_lens       int32 [n]: keys of sequence i once this step's are written
     lengths       (query tokens, kv_lens) of each sequence, for backends driven from Python
     logit_rows    int64 [m]: the tokens whose logits are wanted
+    last_rows     these in integers, if the model's result is to have them alone: its last layer
+                  then does for the others no more than store their KV. None: it is to have all
     block_mass    None, or float32 [n, blocks] with a place for every block that has keys: for
                   sequence i and its logical block b, attention adds the probability that the
                   queries of sequence i give to the keys of b, summed over these queries, all heads
@@ -231,6 +233,7 @@ class ForwardContext:
     kv: KVCache
     attention: AttentionBackend
     block_mass: Tensor | None = None
+    last_rows: tuple[int, ...] | None = None
 
     @classmethod
     def lay_out(
@@ -240,8 +243,11 @@ class ForwardContext:
         attention: AttentionBackend,
         tensor: MakeTensor,
         block_mass: Tensor | None = None,
+        logits_alone: bool = False,
     ) -> ForwardContext:
-        """The context of these rows, with its tensors made by `tensor`."""
+        """The context of these rows, with its tensors made by `tensor`. logits_alone: whether the
+        model's result is to have the logit rows alone.
+        """
         starts = [*accumulate((num for num, _ in rows.lengths), initial=0)]
         kv_lens = [num_keys for _, num_keys in rows.lengths]
         token_ids, positions, logit_rows = packed(
@@ -258,4 +264,5 @@ class ForwardContext:
             kv=kv,
             attention=attention,
             block_mass=block_mass,
+            last_rows=tuple(rows.logit_rows) if logits_alone else None,
         )

@@ -427,6 +427,11 @@ class ScheduledBatch:
         return any(length is not None and length.pays for length in lengths)
 
     @property
+    def scores_prompts(self) -> bool:
+        """Whether a request asks for log probabilities of its prompt."""
+        return any(item.seq.request.params.prompt_logprobs is not None for item in self.items)
+
+    @property
     def is_decode(self) -> bool:
         """Whether each sequence computes one token, and its guesses if it has any."""
         return all(i.num_tokens == 1 + len(i.guesses) + i.num_drafts for i in self.items)

@@ -144,17 +144,16 @@ class ModelRunner:
     def _context(
         self, batch: ScheduledBatch, step: OpenStep, before: StepTokens | None, drafts: Drafts
     ) -> ForwardContext:
-        """The forward context of a batch, over the KV cache of its step. Tokens that only the
-        device knows come from the step `before` and from `drafts`.
-        """
+        """A step's context. `before`, `drafts`: with the tokens that only the device knows."""
         rows = [
             SequenceRows(
                 _known_tokens(item), item.start, item.start + item.num_tokens, item.num_samples
             )
             for item in batch.items
         ]
+        logits_alone = not (batch.is_decode or self.mtp or batch.scores_prompts)
         ctx = forward_context(
-            rows, step.num_rows, step.kv, self.attention, self.device, step.block_mass
+            rows, step.num_rows, step.kv, self.attention, self.device, step.block_mass, logits_alone
         )
         starts = [0, *accumulate(item.num_tokens for item in batch.items)]
         if before is not None:

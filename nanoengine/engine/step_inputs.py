@@ -30,9 +30,10 @@ def forward_context(
     attention: AttentionBackend,
     device: Device,
     block_mass: Tensor | None = None,
+    logits_alone: bool = False,
 ) -> ForwardContext:
     """The forward context of these sequences. Those past them, up to `num_rows`, have a token and
-    no keys. block_mass: see ForwardContext.
+    no keys. block_mass: see ForwardContext; logits_alone: see its lay_out.
     """
     rows = [*rows, *[SequenceRows([0], 0, 0, 0)] * (num_rows - len(rows))]
     token_ids: list[int] = []
@@ -44,4 +45,4 @@ def forward_context(
         logit_rows += range(len(token_ids) - each.num_logits, len(token_ids))
     lengths = [(len(each.token_ids), each.num_keys) for each in rows]
     step_rows = StepRows(token_ids, positions, lengths, logit_rows)
-    return ForwardContext.lay_out(step_rows, kv, attention, device.tensor, block_mass)
+    return ForwardContext.lay_out(step_rows, kv, attention, device.tensor, block_mass, logits_alone)

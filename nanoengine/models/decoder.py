@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from nanoengine.context import ForwardContext, ReplayKey
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.layer_builder import LayerBuilder, LayerParts, rotations
 from nanoengine.models.layer_ops import AfterAttention, LayerOps
-from nanoengine.models.layers import AnyAttention, LayerEnd, MixerBeside
+from nanoengine.models.layers import AnyAttention, LayerEnd, MixerBeside, StoredOnly
 from nanoengine.models.mtp import MtpHead, MtpLayer
 from nanoengine.models.products import NormedProduct, Product, head_logits, num_runs
 from nanoengine.models.recurrent_builder import TensorSource
@@ -63,7 +63,10 @@ class Model(Protocol):
         ...
 
     def forward(self, ctx: ForwardContext) -> Tensor:
-        """Residual stream after the last layer, [tokens, hidden]; the next call overwrites it."""
+        """Residual stream after the last layer, [tokens, hidden], or of ctx.last_rows alone.
+
+        The next call overwrites it.
+        """
         ...
 
     def layers(self, ctx: ForwardContext) -> Generator[Tensor]:
@@ -170,13 +173,40 @@ class Decoder:
         of_kinds = [*chain(*(zip(*each, strict=True) for each in angles))]
         qkv = self._first_qkv(x)
         for index, layer in enumerate(self._layers):
+            given = inputs[0][:, index] if inputs else None
             if layer.beside is not None:
                 qkv = layer.beside(x, qkv, of_kinds[layer.rope], ctx)
-            attended = layer.attention(qkv, of_kinds[layer.rope], ctx)
-            qkv = layer.after_attention(x, attended)
+            if ctx.last_rows is not None and layer is self._layers[-1]:
+                yield self._last_rows(layer, x, qkv, of_kinds[layer.rope], given, ctx)
+                return
+            qkv = layer.after_attention(x, layer.attention(qkv, of_kinds[layer.rope], ctx))
             if layer.end is not None:
-                qkv = layer.end(x, inputs[0][:, index] if inputs else None)
+                qkv = layer.end(x, given)
             yield x
+
+    def _last_rows(
+        self,
+        layer: _Layer,
+        x: Tensor,
+        qkv: Tensor,
+        angles: Angles,
+        given: Tensor | None,
+        ctx: ForwardContext,
+    ) -> Tensor:
+        """x after the last layer, of ctx.last_rows alone: [m, hidden]. given: its inputs.
+
+        Of the other tokens nothing is read any more but their KV. Where no row is wanted, as in the
+        middle of a prompt, nothing is attended to, unless its mass is to be reported.
+        """
+        is_stored_only = not ctx.last_rows and ctx.block_mass is None
+        at = replace(ctx, attention=StoredOnly()) if is_stored_only else ctx
+        attended, rows = layer.attention(qkv, angles, at), ctx.logit_rows
+        wanted = self._ops.to_static_buffer(x[rows])
+        if ctx.last_rows:
+            layer.after_attention(wanted, attended[rows])
+            if layer.end is not None:
+                layer.end(wanted, None if given is None else given[rows])
+        return wanted
 
     @property
     def num_runs(self) -> int:

@@ -84,6 +84,20 @@ class Attention:
         return (self._ops.rms_norm if is_of_each else self._ops.rms_norm_of_all)(heads, norm)
 
 
+class StoredOnly:
+    """What attends to nothing, where nobody wants what a layer gives (context.AttentionBackend)."""
+
+    name, can_replay, is_batch_invariant = "none", False, True
+
+    def run(
+        self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q, once the copies that the layer would read have come to their end."""
+        for _chunk in ctx.kv.read(layer):
+            pass
+        return q
+
+
 def gated_heads(ops: LayerOps, attended: Tensor, gates: Tensor) -> Tensor:
     """[tokens, heads x dim], and gates [tokens, heads], by the sigmoids of which heads are
     multiplied.

@@ -5,6 +5,7 @@ weights and KV is what the memory plan leaves for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -134,15 +135,18 @@ def profiled_bytes(
 
 
 def _largest_step(config: EngineConfig) -> ScheduledBatch:
-    """The most tokens, requests and guesses, and the costliest sampling."""
+    """The most tokens, requests and guesses, and the costliest sampling. One prompt is scored, so
+    that the last layer has all rows.
+    """
     num_seqs = config.max_num_seqs
     lengths = [config.max_num_batched_tokens // num_seqs] * num_seqs
     lengths[0] += config.max_num_batched_tokens % num_seqs
     params = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)
+    of_each = [*[params] * (num_seqs - 1), replace(params, prompt_logprobs=0)]
     num_guesses = max(0, config.sampled_rows // num_seqs - 1)
     items = []
-    for length in lengths:
+    for length, wanted in zip(lengths, of_each, strict=True):
         guesses = (0,) * min(num_guesses, length - 1)
-        seq = probe_sequence(PROBE_ID, length - len(guesses), params)
+        seq = probe_sequence(PROBE_ID, length - len(guesses), wanted)
         items.append(ScheduledSequence(seq, length, guesses=guesses))
     return ScheduledBatch(tuple(items))

@@ -81,20 +81,26 @@ class RankStart:
             case Order.FREE:
                 self.channel.reply(json.dumps(self.device.memory()).encode())
             case Order.PROFILE:
-                self.device.peak_bytes_of(partial(self._profile, json.loads(body)))
+                self.device.peak_bytes_of(partial(self._profile, *json.loads(body)))
             case Order.LOGITS:
                 _logits(self.parts, json.loads(body), self.device, self.group)
             case _:
                 raise AssertionError(f"{order.name} needs the KV memory")
 
-    def _profile(self, lengths: list[int]) -> None:
+    def _profile(self, lengths: list[int], last_rows: list[int] | None) -> None:
         model, size = self.parts.model, self.config.kvcache_block_size
         kv = ScratchKV(model.part, size, self.parts.facts.dtype, self.device, lengths)
         num_tokens = sum(lengths)
         zeros = [0] * num_tokens
-        rows = StepRows(zeros, zeros, [(num, num) for num in lengths])
-        attention = self.parts.attention
-        model.decoder.forward(ForwardContext.lay_out(rows, kv, attention, self.device.tensor))
+        rows = StepRows(zeros, zeros, [(num, num) for num in lengths], last_rows or ())
+        ctx = ForwardContext.lay_out(
+            rows,
+            kv,
+            self.parts.attention,
+            self.device.tensor,
+            logits_alone=last_rows is not None,
+        )
+        model.decoder.forward(ctx)
 
 
 # Between START and STEP; whatever else comes then, the step does not.
@@ -214,8 +220,10 @@ class FollowingRank:
         tensor, ids, positions = self._device.tensor, record.token_ids, record.positions
         if not ids:
             ids = positions = (0,) * sum(num for num, _ in record.lengths)
-        rows = StepRows(ids, positions, record.lengths)
-        ctx = ForwardContext.lay_out(rows, kv, self._attention, tensor)
+        rows = StepRows(ids, positions, record.lengths, record.last_rows or ())
+        ctx = ForwardContext.lay_out(
+            rows, kv, self._attention, tensor, logits_alone=record.last_rows is not None
+        )
         if not record.token_ids:
             told = self._group.broadcast(ctx.token_ids.new_empty(2, len(ids)))
             ctx = replace(ctx, token_ids=told[0], positions=told[1])

@@ -50,7 +50,7 @@ class LeadingDecoder:
     def forward(self, ctx: ForwardContext) -> Tensor:
         kv = ctx.kv
         if not isinstance(kv, StepKV):  # a step to measure, of whatever tokens
-            said = json.dumps([num for num, _ in ctx.lengths]).encode()
+            said = json.dumps([[num for num, _ in ctx.lengths], ctx.last_rows]).encode()
             return self._leader.lead(Order.PROFILE, said, lambda: self._decoder.forward(ctx))
         # A step that reports its mass is not replayed, see Decoder.forward.
         may_replay = ctx.block_mass is None and kv.replay_key() is not None
@@ -112,7 +112,7 @@ def _lead_pass(
     rows = token_ids, ctx.positions
     is_known = not kv.memory.device.computes_later
     tokens, positions = (tuple(each.tolist()) if is_known else () for each in rows)
-    record = StepRecord(kv.plan, tokens, positions, ctx.lengths, may_replay)
+    record = StepRecord(kv.plan, tokens, positions, ctx.lengths, may_replay, ctx.last_rows)
 
     def told_work() -> Tensor:
         if not is_known:

@@ -25,7 +25,7 @@ from nanoengine.kv.step_plan import (
     Store,
 )
 
-MAGIC, VERSION = 0x4345524E, 3
+MAGIC, VERSION = 0x4345524E, 4
 NUM_BYTES = 4
 
 Item = TypeVar("Item")
@@ -37,7 +37,7 @@ class StepRecord:
 
     token_ids, positions: one of each row; on a GPU none, as they follow by broadcast. lengths: as
     in ForwardContext. may_replay: whether all ranks may replay an earlier step of the same layout
-    in its place.
+    in its place. last_rows: as in ForwardContext.
     """
 
     plan: StepPlan
@@ -45,6 +45,7 @@ class StepRecord:
     positions: tuple[int, ...]
     lengths: tuple[tuple[int, int], ...]
     may_replay: bool
+    last_rows: tuple[int, ...] | None = None
 
 
 def encode(record: StepRecord) -> bytes:
@@ -68,6 +69,7 @@ def encode(record: StepRecord) -> bytes:
     numbers += _lists(moves.fills_of)
     numbers += _rows(moves.block_ids.items())
     numbers += _rows(record.lengths)
+    numbers += _lists([] if record.last_rows is None else [record.last_rows])
     numbers += _list(record.positions)
     numbers += _list(record.token_ids)
     try:
@@ -105,13 +107,16 @@ def decode(body: bytes) -> StepRecord:
         num_padding=num_padding,
     )
     lengths = tuple(reader.pairs())
+    last_rows = reader.lists()
     positions = reader.numbers()
     reader.refuse_negative()
     token_ids = reader.numbers()
     reader.refuse_rest()
     if len(token_ids) != len(positions):
         raise _damaged(f"it has {len(token_ids)} tokens at {len(positions)} positions")
-    return StepRecord(plan, token_ids, positions, lengths, may_replay)
+    if len(last_rows) > 1:
+        raise _damaged(f"it has {len(last_rows)} lists of last rows")
+    return StepRecord(plan, token_ids, positions, lengths, may_replay, *last_rows)
 
 
 def _list(numbers: Collection[int]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from dataclasses import fields, is_dataclass, replace
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -67,6 +68,7 @@ def records(draw: st.DrawFn) -> StepRecord:
         tuple(draw(st.lists(numbers, min_size=rows, max_size=rows))),
         draw(several(st.tuples(numbers, numbers))),
         draw(st.booleans()),
+        draw(st.none() | few),
     )
 
 
@@ -79,7 +81,7 @@ def plain(value: Any) -> bool:
     if isinstance(value, tuple | frozenset):
         known = (tuple, frozenset, Load, SequenceSpan, SlotWrite, Store)
         return type(value) in known and all(map(plain, value))
-    return type(value) in (int, bool)
+    return type(value) in (int, bool, NoneType)
 
 
 @settings(derandomize=True, deadline=None)
@@ -136,8 +138,8 @@ def test_every_flipped_bit_of_one_record() -> None:
 @pytest.mark.parametrize(
     ("at", "value", "text"),
     [
-        (0, 7, r"it begins with \(7, 3\), and not with"),
-        (1, VERSION + 1, rf"it begins with \({MAGIC}, 4\), and not with"),
+        (0, 7, r"it begins with \(7, 4\), and not with"),
+        (1, VERSION + 1, rf"it begins with \({MAGIC}, 5\), and not with"),
         (2, -1, "a negative number"),
         (5, 2, "2 at 5, where 0 or 1 should be"),
         (6, -1, "-1 at 6, where 0 or 1 should be"),
@@ -156,6 +158,14 @@ def test_tokens_without_positions_are_refused() -> None:
     body = encode(replace(a_record(), positions=(1, 2, 3, 4)))
     with pytest.raises(EngineError, match="it has 3 tokens at 4 positions"):
         decode(body)
+
+
+def test_more_last_rows_than_one_list_are_refused() -> None:
+    body = encode(replace(a_record(), last_rows=(), positions=(), token_ids=()))
+    numbers = list(struct.unpack(f"<{len(body) // 4}i", body))
+    numbers[-4:] = [2, 0, 0, 0, 0]  # lists of last rows, positions and tokens
+    with pytest.raises(EngineError, match="it has 2 lists of last rows"):
+        decode(struct.pack(f"<{len(numbers)}i", *numbers))
 
 
 def test_a_body_of_odd_length_is_refused() -> None:
@@ -191,7 +201,7 @@ def a_record() -> StepRecord:
         ),
         num_padding=2,
     )
-    return StepRecord(plan, (11, -1, 13), (0, 1, 2), ((2, 10), (1, 5)), may_replay=True)
+    return StepRecord(plan, (11, -1, 13), (0, 1, 2), ((2, 10), (1, 5)), True, last_rows=(1, 2))
 
 
 def decode_rows(rows: int, blocks: int) -> StepRecord:
