@@ -277,10 +277,11 @@ INLINE void multiply_tiled_blocks(product_t p, bf12_t weight, int64_t block, cha
 
 /* s[r][v] += x[r] . w[v] of a block's panel; its numbers go to `kept`, where that is asked for. */
 INLINE void multiply_one_bf12(place_t at, const char *x, int64_t x_stride, vf s[][PANEL / LANES], char *kept,
-                              const int rows, const int keeps, const int with_others) {
+                              ahead_t *ahead, const int rows, const int keeps, const int with_others) {
     const char *x3 = x + 3 * x_stride;
     for (int i = 0; i < BLOCK_WORDS; i++) {
         vf pairs[PANEL / LANES], w[PANEL / LANES];
+        if (!keeps) prefetch_ahead(ahead, 0);
         take_word(&at, pairs, with_others);
         UNROLL for (int step = 0; step < STEPS; step++, x += 4, x3 += 4) {
             UNROLL for (int v = 0; v < PANEL / LANES; v++) w[v] = of_step(pairs[v], step);
@@ -295,8 +296,8 @@ INLINE void multiply_one_bf12(place_t at, const char *x, int64_t x_stride, vf s[
 }
 
 /* As `multiply` in cpu_products.h, of the blocks [block, end) of a panel. */
-INLINE void multiply_bf12(bf12_t weight, int64_t block, int64_t end, const char *x, int64_t x_stride,
-                          int is_first, char *kept, float *acc, const int rows, const int keeps) {
+INLINE void multiply_bf12(bf12_t weight, int64_t block, int64_t end, const char *x, int64_t x_stride, int is_first,
+                          char *kept, ahead_t ahead, float *acc, const int rows, const int keeps) {
     enum { VECTORS = PANEL / LANES, MOST = 6 };
     vf s[MOST][VECTORS];
     UNROLL for (int r = 0; r < rows; r++)
@@ -304,8 +305,8 @@ INLINE void multiply_bf12(bf12_t weight, int64_t block, int64_t end, const char 
     enum { X_BYTES = 4 * STEPS * BLOCK_WORDS };
     for (; block < end; block++, x += X_BYTES, kept += keeps ? PANEL * X_BYTES : 0) {
         const place_t at = block_of(weight, block);
-        if (has_others(weight, block)) multiply_one_bf12(at, x, x_stride, s, kept, rows, keeps, 1);
-        else multiply_one_bf12(at, x, x_stride, s, kept, rows, keeps, 0);
+        if (has_others(weight, block)) multiply_one_bf12(at, x, x_stride, s, kept, &ahead, rows, keeps, 1);
+        else multiply_one_bf12(at, x, x_stride, s, kept, &ahead, rows, keeps, 0);
     }
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < VECTORS; v++) store(acc + r * PANEL + v * LANES, s[r][v]);
@@ -313,13 +314,13 @@ INLINE void multiply_bf12(bf12_t weight, int64_t block, int64_t end, const char 
 #define MULTIPLY_BF12(rows, keeps)                                                                  \
     static void multiply_bf12_##rows##_##keeps(bf12_t weight, int64_t block, int64_t end,           \
                                                const char *x, int64_t x_stride, int is_first,       \
-                                               char *kept, float *acc) {                            \
-        multiply_bf12(weight, block, end, x, x_stride, is_first, kept, acc, rows, keeps);           \
+                                               char *kept, ahead_t ahead, float *acc) {             \
+        multiply_bf12(weight, block, end, x, x_stride, is_first, kept, ahead, acc, rows, keeps);    \
     }
 #define MULTIPLY_BF12_OF(rows) MULTIPLY_BF12(rows, 0) MULTIPLY_BF12(rows, 1)
 MULTIPLY_BF12_OF(1) MULTIPLY_BF12_OF(2) MULTIPLY_BF12_OF(3)
 MULTIPLY_BF12_OF(4) MULTIPLY_BF12_OF(5) MULTIPLY_BF12_OF(6)
-typedef void multiply_bf12_t(bf12_t, int64_t, int64_t, const char *, int64_t, int, char *, float *);
+typedef void multiply_bf12_t(bf12_t, int64_t, int64_t, const char *, int64_t, int, char *, ahead_t, float *);
 #define BF12_MULTIPLIER(rows) {multiply_bf12_##rows##_0, multiply_bf12_##rows##_1},
 /* By rows - 1, and whether the numbers are kept. */
 static multiply_bf12_t *const BF12_MULTIPLIERS[][2] = {

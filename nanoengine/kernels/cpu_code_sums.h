@@ -183,7 +183,8 @@ typedef struct {
     const float *row_sums;       /* of sum_rows, from group `first` on, where groups have a minimum */
     int64_t row_sums_stride;
     const float *scales;         /* of unpack_scales, from group `first` on; NULL of fewer than SUM_ROWS */
-    int is_read_once;            /* no other rows meet the panel after these */
+    int is_cold, is_read_once;   /* nobody has asked for the run yet; no other rows meet it after these */
+    ahead_t ahead;               /* else: what to ask for, word by word */
 } summed_t;
 
 /* out[r][v] += d s[r][v], and where there is a minimum m, m times the sum of the row's values in the group. */
@@ -216,6 +217,7 @@ INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const i
     const int64_t x_stride = p->x_stride;
     const numbers_t numbers = numbers_of(format);
     const char *x = p->x + p->first * 2 * GROUP, *next = p->panel + p->first * group_bytes(format) + CODES_AHEAD;
+    ahead_t ahead = p->ahead;
     sums_t out;
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < vecs; v++) out.of[r][v] = p->first ? load(acc + r * PANEL + v * LANES) : (vf){0};
@@ -226,8 +228,9 @@ INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const i
             sums_t s;
             UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) s.of[r][v] = (vf){0};
             for (int w = first; w < last; w++) {
-                if (p->column == 0 && p->is_read_once) next = prefetch_once(next, group_bytes(format) / bits);
-                else if (p->column == 0) next = prefetch_part(next, group_bytes(format) / bits);
+                if (p->is_cold && p->is_read_once) next = prefetch_once(next, group_bytes(format) / bits);
+                else if (p->is_cold) next = prefetch_part(next, group_bytes(format) / bits);
+                else prefetch_ahead(&ahead, 0);
                 UNROLL for (int i = 0; i < in_word; i++)
                     add_pair(words + w * 4 * PANEL, x + w * 4 * in_word, x_stride, i, numbers, &s, rows, vecs, format);
             }
@@ -268,14 +271,31 @@ typedef void unpack_scales_t(const char *, int64_t, int64_t, float *);
 #define LIST_SCALES(format) [format] = unpack_scales_##format,
 static unpack_scales_t *const SCALE_UNPACKERS[FORMATS] = {EACH_SUMMED(LIST_SCALES)};
 
-/* acc[r] += x[r] . w of 1 to SUM_ROWS rows of half a panel or a whole one; returns how many it took of `rows`. More
- * than two rows meet half a panel at a time: so their outputs stay in registers. 8 rows are 4 and 4. */
-static int64_t multiply_summed(const summed_t *p, int64_t rows, int columns, float *acc, int format) {
-    const int64_t n = rows >= 6 && rows != 8 ? 6 : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
-    const int width = n <= 2 ? columns : PANEL / 2;
+/* How many of `rows` rows meet a panel together: 8 are 4 and 4. */
+INLINE int64_t rows_together(int64_t rows) {
+    return rows >= 6 && rows != 8 ? 6 : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
+}
+
+/* More than two rows meet half a panel at a time: so their outputs stay in registers. */
+INLINE int width_together(int64_t rows, int columns) { return rows <= 2 ? columns : PANEL / 2; }
+
+/* How often `rows` rows pass by half a panel or a whole one. */
+INLINE int64_t num_passes(int64_t rows, int columns) {
+    int64_t passes = 0;
+    for (int64_t n; rows > 0; rows -= n) n = rows_together(rows), passes += columns / width_together(n, columns);
+    return passes;
+}
+
+/* acc[r] += x[r] . w of 1 to SUM_ROWS rows of half a panel or a whole one; returns how many it took of `rows`. The
+ * first pass of a cold run asks for all of it, and each other pass for its share of `next`. */
+static int64_t multiply_summed(summed_t *p, int64_t rows, int columns, memory_ahead_t *next, float *acc, int format) {
+    const int64_t n = rows_together(rows), words = (p->last - p->first) * bits_of(format);
+    const int width = width_together(n, columns);
     summed_t part = *p;
-    for (int at = 0; at < columns; at += width, part.column += width)
+    for (int at = 0; at < columns; at += width, part.column += width, part.is_cold = p->is_cold = 0) {
+        if (!part.is_cold) part.ahead = share_of_pass(next, words);
         SUM_MULTIPLIERS[format][n][width == PANEL](&part, acc + at);
+    }
     return n;
 }
 #endif

@@ -223,29 +223,31 @@ INLINE void round_row(const char *x, const char *norm_weight, int norm_mode, flo
     const float norm_scale = norm_weight ? scale_of_norm(x, dim, eps, MODE) : 1.0f;
     const int32_t bias = bias_of((int)format);
     for (int64_t first = 0; first < dim; first += GROUP, out += stride) {
-        vf y[GROUP / LANES], top = {0}, broken = {0};
+        vf y[GROUP / LANES], top = {0}, of_halves[2] = {{0}};
         UNROLL for (int i = 0; i < GROUP / LANES; i++) {
             const int64_t d = first + i * LANES;
             y[i] = LOAD(x, d, MODE);
             if (norm_weight)
                 y[i] = rounded(rounded(y[i] * norm_scale, norm_mode) * LOAD(norm_weight, d, norm_mode), MODE);
             top = vmax(top, pick(y[i] < 0.0f, -y[i], y[i]));
-            broken += y[i] - y[i]; /* NaN where a number is none */
         }
         const float most = max_lane(top);
         const int is_zero = most < 1e-30f; /* 127 / most would be no number */
-        int32_t sums[2] = {0};
         UNROLL for (int i = 0; i < GROUP / LANES; i++) {
-            const vf inverse = splat(is_zero ? 0.0f : 127.0f / most);
-            const vf shifted = fused(y[i], inverse, splat(12582912.0f)); /* as in exp2v */
+            const vf inverse = splat(is_zero ? 0.0f : 127.0f / most), shift = splat(12582912.0f);
+            const vf shifted = fused(y[i], inverse, shift); /* as in exp2v */
             const vb codes = __builtin_convertvector((vi)shifted - 0x4b400000, vb);
             memcpy(out->codes + i * LANES, &codes, sizeof codes);
+            of_halves[i * LANES / 16] += shifted - shift; /* the codes, or NaN where a number is none */
         }
-        UNROLL for (int i = 0; i < GROUP; i++) sums[i / 16] += out->codes[i];
-        out->scale = (is_zero ? 0.0f : most / 127.0f) + sum_lanes(broken);
-        out->sum = out->scale * (float)(sums[0] + sums[1]);
-        out->begins[0] = -bias * (format == Q6_K ? sums[0] : sums[0] + sums[1]);
-        out->begins[1] = -bias * sums[1];
+        const float sum = sum_lanes(of_halves[0] + of_halves[1]);
+        out->scale = (is_zero ? 0.0f : most / 127.0f) + (sum - sum);
+        out->sum = out->scale * sum;
+        out->begins[0] = -bias * (int32_t)(sum == sum ? sum : 0.0f), out->begins[1] = 0;
+        if (format == Q6_K && sum == sum) {
+            out->begins[1] = -bias * (int32_t)sum_lanes(of_halves[1]);
+            out->begins[0] -= out->begins[1];
+        }
     }
 }
 #endif

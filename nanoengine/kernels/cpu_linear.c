@@ -31,6 +31,7 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
                            int64_t end) {
     scratch_t scratch;
     int64_t shaped = 0, summed_row = -1;
+    int is_warm = 0;
     for (int64_t u = begin, n; u < end && c->w->is_rounded; u += n) {
         const int64_t row = u / halves * block_rows, half = u % halves;
         n = half % 2 == 0 && half + 1 < halves && u + 1 < end ? 2 : 1;
@@ -55,11 +56,12 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
         if (sums_codes(c->w) && row != summed_row) sum_all_groups(c, summed_row = row, rows, &scratch);
         /* one row of half a panel has no function of its own */
         const int is_few = rows <= most_few(c->w->format) && (is_whole || rows % 2 == 0 || LANES < 16);
-        if (sums_codes(c->w)) multiply_code_sums(c, row, rows, half * HALF, columns, &scratch);
-        else if (c->w->format == BF12 && is_whole) multiply_12_bits(c, row, rows, half * HALF, &scratch);
+        const int has_next = is_whole && half + 3 < halves && u + 3 < end;
+        if (sums_codes(c->w)) multiply_code_sums(c, row, rows, half * HALF, columns, is_warm, has_next, &scratch);
+        else if (c->w->format == BF12 && is_whole) multiply_12_bits(c, row, rows, half * HALF, has_next, &scratch);
         else if (is_few) multiply_few(c, row, rows, half * HALF, columns, scratch.acc);
         else multiply_block(c, row, rows, half * HALF, columns, u > begin && rows > ROWS, &scratch);
-        u += is_whole ? 2 : 1;
+        u += is_whole ? 2 : 1, is_warm = has_next;
     }
 }
 

@@ -34,6 +34,19 @@ INLINE void prefetch_ahead(ahead_t *ahead, const int is_for_l1) {
     ahead->from += ahead->step;
 }
 
+typedef struct { /* memory that the next `passes` passes are to ask for, each as much as the others */
+    const char *from, *end;
+    int64_t passes;
+} memory_ahead_t;
+
+/* The share of one pass of so many steps. */
+INLINE ahead_t share_of_pass(memory_ahead_t *m, int64_t steps) {
+    const int64_t lines = m->from < m->end ? ceil_div(m->end - m->from, 64 * steps * m->passes) : 0;
+    const ahead_t share = {.from = m->from, .lines = lines, .step = 64 * lines};
+    m->from += steps * share.step, m->passes--;
+    return share;
+}
+
 typedef struct { /* one side of a product; in bytes: from row (or pair) to row, from step to step of k */
     const char *at;
     int64_t stride, step;
