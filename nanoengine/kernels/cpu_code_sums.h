@@ -184,7 +184,8 @@ typedef struct {
     int64_t row_sums_stride;
     const float *scales;         /* of unpack_scales, from group `first` on; NULL of fewer than SUM_ROWS */
     int is_cold, is_read_once;   /* nobody has asked for the run yet; no other rows meet it after these */
-    ahead_t ahead;               /* else: what to ask for, word by word */
+    const char *ahead;           /* what to ask for, and how many bytes of it with each word */
+    int64_t ahead_bytes;
 } summed_t;
 
 /* out[r][v] += d s[r][v], and where there is a minimum m, m times the sum of the row's values in the group. */
@@ -211,13 +212,13 @@ INLINE void fold_in(const sums_t *s, const summed_t *p, int64_t group, const int
 }
 
 /* acc[r][v] += x[r] . w[v] over a run of groups; what acc held counts if it is not the first. acc is [rows][PANEL]. */
-INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const int vecs, const int format) {
+INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const int vecs, const int is_read_once,
+                          const int format) {
     const int bits = bits_of(format), in_word = 16 / bits;
     const int folds = format == Q6_K ? 2 : 1; /* its scales belong to 16 weights, those of 4 words */
     const int64_t x_stride = p->x_stride;
     const numbers_t numbers = numbers_of(format);
-    const char *x = p->x + p->first * 2 * GROUP, *next = p->panel + p->first * group_bytes(format) + CODES_AHEAD;
-    ahead_t ahead = p->ahead;
+    const char *x = p->x + p->first * 2 * GROUP, *ahead = p->ahead;
     sums_t out;
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < vecs; v++) out.of[r][v] = p->first ? load(acc + r * PANEL + v * LANES) : (vf){0};
@@ -228,9 +229,8 @@ INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const i
             sums_t s;
             UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) s.of[r][v] = (vf){0};
             for (int w = first; w < last; w++) {
-                if (p->is_cold && p->is_read_once) next = prefetch_once(next, group_bytes(format) / bits);
-                else if (p->is_cold) next = prefetch_part(next, group_bytes(format) / bits);
-                else prefetch_ahead(&ahead, 0);
+                if (is_read_once) ahead = prefetch_once(ahead, group_bytes(format) / bits);
+                else ahead = prefetch_far(ahead, p->ahead_bytes);
                 UNROLL for (int i = 0; i < in_word; i++)
                     add_pair(words + w * 4 * PANEL, x + w * 4 * in_word, x_stride, i, numbers, &s, rows, vecs, format);
             }
@@ -246,7 +246,8 @@ INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const i
 typedef void multiply_sums_t(const summed_t *, float *);
 #define MULTIPLY_SUMS(format, rows, columns)                                                        \
     static void sum_##format##_##rows##_##columns(const summed_t *p, float *acc) {                  \
-        multiply_sums(p, acc, rows, columns / LANES, format);                                       \
+        if (rows <= 2 && p->is_read_once) multiply_sums(p, acc, rows, columns / LANES, 1, format);  \
+        else multiply_sums(p, acc, rows, columns / LANES, 0, format);                               \
     }
 #define SUMMED(format)                                                                              \
     static void unpack_scales_##format(const char *panel, int64_t first, int64_t last, float *out) { \
@@ -292,8 +293,11 @@ static int64_t multiply_summed(summed_t *p, int64_t rows, int columns, memory_ah
     const int64_t n = rows_together(rows), words = (p->last - p->first) * bits_of(format);
     const int width = width_together(n, columns);
     summed_t part = *p;
-    for (int at = 0; at < columns; at += width, part.column += width, part.is_cold = p->is_cold = 0) {
-        if (!part.is_cold) part.ahead = share_of_pass(next, words);
+    for (int at = 0; at < columns; at += width, part.column += width, p->is_cold = 0) {
+        const ahead_t share = p->is_cold ? (ahead_t){p->panel + p->first * group_bytes(format) + CODES_AHEAD, 0,
+                                                     group_bytes(format) / bits_of(format)}
+                                         : share_of_pass(next, words);
+        part.ahead = share.from, part.ahead_bytes = share.step;
         SUM_MULTIPLIERS[format][n][width == PANEL](&part, acc + at);
     }
     return n;

@@ -281,6 +281,12 @@ INLINE const char *prefetch_once(const char *next, int64_t bytes) {
     return next + bytes;
 }
 
+/* The same into L2. */
+INLINE const char *prefetch_far(const char *next, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
+    return next + bytes;
+}
+
 /* ---- a group of weights ----------------------------------------------------------------------- */
 
 /* The lower or the upper of two numbers of 16 bits. */

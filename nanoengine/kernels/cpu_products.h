@@ -140,6 +140,11 @@ INLINE int64_t most_few(int64_t format) {
 }
 
 #if HAVE_PAIRS && MODE == BF16_PAIRS
+/* Up to so many rows, each pass asks for a part of what comes next: or the first one waits for memory, and then memory
+ * for the others (a step of 8 rows of Q4_0 on a Zen 4: 56 ms, and 46 so). Of more, one pass is little, and L2 is full
+ * of rows. */
+enum { SHARED_ROWS = 4 * ROWS };
+
 /* Sums of groups that have room beside the scales of GROUPS_AT_ONCE. */
 enum { SUMS_ROOM = MANY_GROUPS * GROUP * PANEL - GROUPS_AT_ONCE * SCALES };
 
@@ -159,26 +164,26 @@ static void sum_groups(const call_t *c, int64_t row, int64_t rows, int64_t first
 
 /* As multiply_block, of such a weight. scratch->numbers has the sums of the rows' groups, at its end room for scales.
  * has_next: the same rows meet the next panel after this one. */
-static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
-                               int is_warm, int has_next, scratch_t *scratch) {
+static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns, int is_warm,
+                               int has_next, scratch_t *scratch) {
     const weight_t *w = c->w;
     const int64_t groups = w->k / GROUP;
     const int is_wide = groups_summed(w) < groups;
-    const int64_t bytes = group_bytes((int)w->format), all_passes = num_passes(rows, columns);
+    const int64_t bytes = group_bytes((int)w->format), passes = num_passes(rows, columns);
+    const int is_shared = rows > 2 && rows <= SHARED_ROWS; /* what comes next, among the passes */
     float *scales = rows >= SUM_ROWS ? (float *)scratch->numbers + SUMS_ROOM : NULL;
     const char *panel = panel_of(w, column);
     for (int64_t first = 0, last; first < groups; first = last, is_warm = 1) {
         last = min64(first + GROUPS_AT_ONCE, groups);
-        const int64_t after = last < groups ? min64(last + GROUPS_AT_ONCE, groups) - last : /* the first of a panel */
-                              has_next ? min64(GROUPS_AT_ONCE, groups) : 0;
-        const int is_cold = !is_warm || rows <= 2;
+        const int64_t after = min64(GROUPS_AT_ONCE, last < groups ? groups - last : has_next ? groups : 0);
+        const int is_cold = !is_warm || !is_shared;
         const char *end = panel + last * bytes;
-        memory_ahead_t next = {end, end + after * bytes, all_passes - is_cold};
+        memory_ahead_t next = {end, is_shared ? end + after * bytes : end, passes - is_cold};
         const int64_t skipped = is_wide ? 0 : first, stride = groups_in_vectors(is_wide ? last - first : groups);
         if (is_wide) sum_groups(c, row, rows, first, last, scratch);
         if (scales) SCALE_UNPACKERS[w->format](panel, first, last, scales);
         summed_t p = {panel, first, last, column % PANEL, c->x + row * c->x_stride, c->x_stride,
-                      (const float *)scratch->numbers + skipped, stride, scales, is_cold, rows <= 2, {0}};
+                      (const float *)scratch->numbers + skipped, stride, scales, is_cold, rows <= 2, NULL, 0};
         for (int64_t r = 0, n; r < rows; r += n, p.x += n * c->x_stride, p.row_sums += n * stride) {
             float *acc = scratch->acc + r * PANEL;
             n = multiply_summed(&p, rows - r, columns, &next, acc, (int)w->format);
@@ -194,9 +199,9 @@ static void sum_all_groups(const call_t *c, int64_t row, int64_t rows, scratch_t
 }
 #else
 INLINE int64_t most_summed_rows(const weight_t *w) { return w->k; }
-static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
-                               scratch_t *scratch) {
-    (void)c, (void)row, (void)rows, (void)column, (void)columns, (void)scratch;
+static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns, int is_warm,
+                               int has_next, scratch_t *scratch) {
+    (void)c, (void)row, (void)rows, (void)column, (void)columns, (void)is_warm, (void)has_next, (void)scratch;
 }
 static void sum_all_groups(const call_t *c, int64_t row, int64_t rows, scratch_t *scratch) {
     (void)c, (void)row, (void)rows, (void)scratch;
@@ -276,9 +281,8 @@ static void multiply_12_bits(const call_t *c, int64_t row, int64_t rows, int64_t
         const int is_first = at == 0, is_last = at + count == all;
         const char *next = held.lines + LINE * (int64_t)held.starts[first + at + count];
         ahead_t ahead = every_line(next, STRIP * LEAST_LINES * LINE / BLOCK12_WORDS, groups - 1);
-        const int64_t after = is_last ? (has_next ? min64(CHUNK_BLOCKS, all) : 0) : min64(CHUNK_BLOCKS, all - at - count);
-        const char *next_end = held.lines + LINE * (int64_t)held.starts[first + at + count + after];
-        memory_ahead_t coming = {next, groups == 2 ? next_end : next, groups};
+        const int64_t after = groups != 2 ? 0 : min64(CHUNK_BLOCKS, !is_last ? all - at - count : has_next ? all : 0);
+        memory_ahead_t shared = {next, held.lines + LINE * (int64_t)held.starts[first + at + count + after], groups};
         for (int64_t g = 0, r = 0, n; g < groups; g++, r += n) {
             const char *x = c->x + (row + r) * c->x_stride + ITEM * BLOCK_K * at;
             float *acc = scratch->acc + r * PANEL;
@@ -286,7 +290,7 @@ static void multiply_12_bits(const call_t *c, int64_t row, int64_t rows, int64_t
             if (is_last) prefetch_out(c, row + r, n, column, PANEL);
             if (g == 0 || !keeps)
                 BF12_MULTIPLIERS[n - 1][keeps](held, first + at, first + at + count, x, c->x_stride, is_first,
-                                               scratch->numbers, share_of_pass(&coming, count * BLOCK_WORDS), acc);
+                                               scratch->numbers, share_of_pass(&shared, count * BLOCK_WORDS), acc);
             else {
                 if (ahead.from >= next + count * LEAST_LINES * LINE) ahead.lines = 0;
                 MULTIPLIERS[n - 1][1](scratch->numbers, 4 * PANEL, x, c->x_stride, count * BLOCK12_WORDS, 0, is_first,
