@@ -60,7 +60,8 @@ def share_of_limits(runs: Sequence[dict[str, Any]], model: Model) -> dict[str, A
 
     P: parameters of all linear layers but the head, H: of the head. Of experts, those of one token:
     a step of several requests may need more. Prefill computes each prompt token that is not cached,
-    2 P FLOP, and the head once a request, 2 H. Then step i decodes every request that wants more
+    2 P FLOP, and the head once a request, 2 H. But of the last layer only the last token needs
+    more than what makes keys and values. Then step i decodes every request that wants more
     than i tokens: 2 (P + H) FLOP each. It reads all P + H weights once,
     model.weight_bytes each, and the K and V of every context (a shared prefix once). Attention adds
     4 x heads x head_dim FLOP in each layer for each token of context. A layer with a window reads
@@ -123,7 +124,8 @@ def _prefill_flop(config: ModelConfig, num_in: int, cached: int) -> float:
         for layer in config.attention_layers
         for window in [_window(config, layer)]
     )
-    return (num_in - cached) * 2 * layers + 2 * head + attention
+    spared = max(0, num_in - cached - 1) * 2 * _behind_last_keys(config)
+    return (num_in - cached) * 2 * layers - spared + 2 * head + attention
 
 
 def _window(config: ModelConfig, layer: int) -> int:
@@ -144,17 +146,29 @@ def _attention_flop(config: ModelConfig, layer: int) -> int:
 
 def _num_parameters(config: ModelConfig, of_all_experts: bool = False) -> tuple[int, int]:
     """Parameters of the linear layers, and of the head; of experts, those of one token."""
-    layers, of_experts = 0, 0
+    layers = _of_layers(config, ".layers.", of_all_experts)
+    return layers, config.hidden_size * config.vocab_size
+
+
+def _behind_last_keys(config: ModelConfig) -> int:
+    """Parameters of the last layer whose products no other layer reads."""
+    last = f".layers.{config.num_layers - 1}."
+    return sum(_of_layers(config, f"{last}{part}") for part in ("mlp.", "self_attn.o_proj."))
+
+
+def _of_layers(config: ModelConfig, part: str, of_all_experts: bool = False) -> int:
+    """Parameters of the matrices whose names have `part`; of experts, those of one token."""
+    others, of_experts = 0, 0
     for name, shape in weight_shapes(config).items():
-        if ".layers." not in name or len(shape) != 2:
+        if part not in name or len(shape) != 2:
             continue
         if ".experts." in name:
             of_experts += math.prod(shape)
         else:
-            layers += math.prod(shape)
+            others += math.prod(shape)
     if config.experts is not None and not of_all_experts:
         of_experts = of_experts * config.experts.top_k // config.experts.count
-    return layers + of_experts, config.hidden_size * config.vocab_size
+    return others + of_experts
 
 
 def stored_bytes(folder: Path, config: ModelConfig) -> float:
