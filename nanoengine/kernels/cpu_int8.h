@@ -175,10 +175,7 @@ enum { BYTES_AHEAD = CODES_AHEAD };
 #define prefetch_bytes prefetch_part
 #else
 enum { BYTES_AHEAD = 32768 };
-INLINE const char *prefetch_bytes(const char *next, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
-    return next + bytes;
-}
+#define prefetch_bytes prefetch_far
 #endif
 
 /* acc[r][c] = rows x of the outputs [column, column + columns) of a panel. x: [groups][rows]. Groups go first,

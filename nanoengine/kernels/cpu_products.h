@@ -268,8 +268,8 @@ static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t c
 
 #if HAVE_BF12
 /* As multiply_block, of a whole panel in 12 bits. Up to 12 rows take its numbers apart in registers, 6 at a
- * time. Of more, the first ones keep the numbers for the others, whose passes prefetch what comes next. has_next: the
- * same rows meet the next panel after this one. */
+ * time; from 7 on both passes prefetch what comes next. Of more, the first ones keep the numbers for the others, whose
+ * passes prefetch it. has_next: the same rows meet the next panel after this one. */
 static void multiply_12_bits(const call_t *c, int64_t row, int64_t rows, int64_t column, int has_next,
                              scratch_t *scratch) {
     const weight_t *w = c->w;
