@@ -74,26 +74,58 @@ static void fill_segments(const attend_args *a, plan_t *p) {
         }
 }
 
-/* Segments that follow each other and lie in the same place, of one window of the plan, as far as their
- * rows fit. Returns how many bundles there are. */
-static int64_t fill_bundles(const attend_args *a, plan_t *p, int64_t window) {
-    const int64_t most = BUNDLE_ROWS / (p->max_rows / a->kv_heads);
-    span_t first = {0};
+/* The most segments of a bundle. */
+static int64_t most_bundled(const attend_args *a, const plan_t *p) {
+    const int64_t rows = p->max_rows / a->kv_heads;
+    if (p->num_segments == 0) return 0;
+    return max64(1, min64((mode_of(a) == BF16_TILES ? BUNDLE_ROWS : VECTOR_ROWS) / rows, a->entries));
+}
+
+/* Whether two segments lie in one place. Most do not, and their blocks tell. */
+static int lie_together(const attend_args *a, const plan_t *p, int64_t i, int64_t j) {
+    const int64_t index = p->segments[i].index, per_block = ceil_div(a->block_size, SEG);
+    if (index != p->segments[j].index) return 0;
+    const int64_t block = per_block == 1 ? index : index / per_block; /* a division takes 40 cycles */
+    const int32_t *x = a->block_table + p->segments[i].entry * a->table_stride;
+    const int32_t *y = a->block_table + p->segments[j].entry * a->table_stride;
+    if (x[block] != y[block]) return 0;
+    const span_t one = span_at(a, p, i), other = span_at(a, p, j);
+    return one.pos == other.pos && one.count == other.count;
+}
+
+/* Segments that follow each other and lie in one place, of one window of the plan, at most `most` in a bundle.
+ * Returns how many bundles there are. */
+static int64_t fill_bundles(const attend_args *a, plan_t *p, int64_t window, int64_t most) {
     int64_t count = 0, head = 0;
     p->largest_bundle = 1;
     for (int64_t i = 0; i < p->num_segments; i++) {
-        const span_t span = span_at(a, p, i);
-        const int is_same = i % window && span.k == first.k && span.v == first.v &&
-                            span.pos == first.pos && span.count == first.count;
-        if (is_same && p->segments[head].bundle < most) {
+        if (i % window && p->segments[head].bundle < most && lie_together(a, p, head, i)) {
             p->segments[head].bundle++, p->segments[i].bundle = 0;
             p->largest_bundle = max64(p->largest_bundle, p->segments[head].bundle);
-            continue;
+        } else {
+            head = i, count++, p->segments[i].bundle = 1;
         }
-        first = span, head = i, count++;
-        p->segments[i].bundle = 1;
     }
     return count;
+}
+
+/* In how many pieces of some kv heads a bundle is attended. Few segments: of one head, to feed every thread.
+ * Else of all heads, or of as many as fit an item, to read memory in order; but bundles in vectors take so long
+ * that a last one would keep all threads waiting. */
+static int64_t pieces_of(const attend_args *a, const plan_t *p, int64_t bundles) {
+    const int is_tiled = mode_of(a) == BF16_TILES, is_alone = p->largest_bundle == 1;
+    const int64_t rows = p->largest_bundle * p->max_rows / a->kv_heads; /* of a head, padded below */
+    if (bundles == 0) return 1;
+    if (bundles < 4 * p->threads && (is_tiled || is_alone)) return a->kv_heads;
+    if (is_tiled) return ceil_div(a->kv_heads, ROWS_PER_ITEM / (ceil_div(rows, LANES) * LANES));
+    return is_alone ? 1 : min64(a->kv_heads, ceil_div(8 * p->threads, bundles));
+}
+
+/* Whether two bundles are of the same entries. */
+static int are_of_same(const segment_t *x, const segment_t *y) {
+    int is_same = x->bundle == y->bundle;
+    for (int64_t s = 0; s < x->bundle && is_same; s++) is_same = x[s].entry == y[s].entry;
+    return is_same;
 }
 
 static void fill_plan(const attend_args *a, plan_t *p) {
@@ -139,12 +171,12 @@ static void merge_rows(const attend_args *a, const plan_t *p, int64_t i, int64_t
 int attend(const attend_args *a) {
     plan_t p = {0};
     count_work(a, &p);
-    const int64_t padded = ceil_div(a->head_dim, 32) * 32;
     const int64_t segment_floats = p.max_rows * partial_stride(a->head_dim);
     int64_t window = segment_floats ? p.threads * WINDOW_BYTES / (4 * segment_floats) : 0;
     window = min64(p.num_segments, window > p.threads ? window : p.threads);
-    int64_t scratch = p.max_rows * (padded + TILE + 3) + 3 * LANES + TILE * padded;
+    const int64_t most = most_bundled(a, &p);
     const int tiled_decode = p.num_segments && mode_of(a) == BF16_TILES;
+    int64_t scratch = tiled_decode ? 0 : decode_words(most * p.max_rows, a->head_dim);
     if (p.num_items || tiled_decode) scratch = max64(scratch, workspace_words(a->head_dim));
     scratch = up_to_line(4 * scratch) / 4;
     const size_t tables = up_to_line(2 * a->entries * sizeof(int64_t) +
@@ -158,12 +190,8 @@ int attend(const attend_args *a) {
     p.last_segment = p.next_segment + a->entries;
     float *partials = (float *)(memory + tables), *scratches = partials + window * segment_floats;
     fill_plan(a, &p);
-    /* Few segments: one kv head each, to feed every thread; else all heads, or as many as fit an item, to
-     * read memory in order. */
-    const int64_t work = tiled_decode ? fill_bundles(a, &p, window) : p.num_segments;
-    const int64_t rows = p.largest_bundle * p.max_rows / a->kv_heads; /* of a head, padded below */
-    const int64_t fit = tiled_decode ? ROWS_PER_ITEM / (ceil_div(rows, LANES) * LANES) : a->kv_heads;
-    const int64_t split = work < 4 * p.threads ? a->kv_heads : ceil_div(a->kv_heads, fit);
+    const int64_t work = p.num_segments ? fill_bundles(a, &p, window, most) : 0;
+    const int64_t split = pieces_of(a, &p, work);
     const int64_t heads = ceil_div(a->kv_heads, split);
     /* Rows merged at once: their states are one vector. */
     const int64_t at_once = max64(1, min64(LANES, ceil_div(a->entries * p.max_rows, p.threads)));
@@ -174,7 +202,8 @@ int attend(const attend_args *a) {
     {
         const unsigned saved = flush_denormals();
         float *mine = scratches + omp_get_thread_num() * scratch;
-        int64_t packed = -1; /* whose queries lie there: entry and share of the heads */
+        const segment_t *packed = NULL; /* whose queries lie there, of which share of the heads */
+        int64_t packed_share = 0;
         const int tiled = tiled_decode || (p.num_items && mode_of(a) == BF16_TILES);
         if (tiled) shape_tiles(TILE_ROWS, TILE_ROWS);
         if (a->is_first) { /* read past a barrier: that of the segments, or this one */
@@ -193,15 +222,15 @@ int attend(const attend_args *a) {
                 const int64_t h1 = min64(h0 + heads, a->kv_heads), bundle = p.segments[seg].bundle;
                 if (bundle == 0 || h0 >= h1) continue;
                 const span_t after = span_at(a, &p, min64(seg + bundle, p.num_segments - 1));
-                const int64_t whose = p.segments[seg].entry * split + i % split;
+                const int is_packed = packed && packed_share == i % split && are_of_same(packed, p.segments + seg);
                 float *to = partials + (seg - begin) * segment_floats;
                 if (tiled_decode)
                     decode_bundle(a, p.segments + seg, &after, next != i, h0, h1, to, segment_floats,
                                   mine);
                 else
-                    decode_segment(a, p.segments[seg], &after, next != i, packed == whose, h0, h1, to,
-                                   (char *)mine);
-                next = i + bundle * split, packed = whose;
+                    decode_segments(a, p.segments + seg, &after, next != i, is_packed, h0, h1, to,
+                                    segment_floats, (char *)mine);
+                next = i + bundle * split, packed = p.segments + seg, packed_share = i % split;
             }
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < a->entries * merges; i++)

@@ -20,9 +20,9 @@
  * by speed alone:
  *
  *   decode   segments in parallel, each into partial states in memory, which are then merged row by row.
- *            Lanes run along keys (scores) and head_dim; K and V are read once for a group of heads, in
- *            matrix tiles also once for all sequences that share the segment. There lanes run along rows
- *            in the softmax of more than NARROW of them.
+ *            Lanes run along keys (scores) and head_dim; K and V are read once for a group of heads and for
+ *            the sequences that share the segment. In matrix tiles lanes run along rows in the softmax of
+ *            more than NARROW of them.
  *   prefill  query tiles in parallel, each over all its segments one after the other. A group of rows goes
  *            over a whole segment and merges it before the next group begins: its state stays in the L1
  *            cache. Lanes run along rows (query, head of the group): a softmax needs no sum across lanes.
@@ -53,9 +53,10 @@ enum { KEYS = 8, DIMS = 8, DVEC = 4, SVECS = 4, ROWS = 6 }; /* register blocks: 
 #else
 enum { KEYS = 4, DIMS = 4, DVEC = 2, SVECS = 2, ROWS = 4 }; /* up to 12 in 16 */
 #endif
+enum { PAIRED_ROWS = LANES == 16 ? 5 : ROWS }; /* of pairs of V, whose words and two orders take 6 registers */
 enum { RVECS = 3, TILE_VECS = 2 }; /* in prefill, row vectors of a block of registers, of matrix tiles */
 enum { ROWS_PER_ITEM = 8 * RVECS * LANES, GROUPS = ROWS_PER_ITEM / LANES };
-enum { BUNDLE_ROWS = 128 }; /* of a kv head */
+enum { BUNDLE_ROWS = 128, VECTOR_ROWS = 48 }; /* of a kv head over a bundle, in tiles and in vectors */
 
 /* ---- one call --------------------------------------------------------------------------------- */
 
@@ -132,7 +133,7 @@ INLINE void cap_rows(const attend_args *a, float *scores, int64_t rows, int n) {
 
 typedef struct { /* segment `index` of an entry; `next`: where in the plan its next one is, or -1 */
     int64_t entry, index, next;
-    int64_t bundle; /* in matrix tiles: so many from here on lie in one place; 0: one before has it */
+    int64_t bundle; /* so many from here on lie in one place; 0: one before has it */
 } segment_t;
 
 typedef struct { /* where a segment lies */

@@ -3,25 +3,6 @@
 #define NANOENGINE_CPU_BUNDLES_H
 #include "cpu_prefill.h"
 
-typedef struct { int64_t pos; const char *q; float *partial; } decode_row_t;
-
-/* The rows of a kv head over a bundle of segments. Returns how many. */
-static int64_t bundled_rows(const attend_args *a, const segment_t *segments, int64_t kv_head,
-                            float *partials, int64_t segment_floats, decode_row_t *rows) {
-    const int64_t group = a->heads / a->kv_heads, stride = partial_stride(a->head_dim);
-    int64_t count = 0;
-    for (int64_t s = 0; s < segments->bundle; s++, partials += segment_floats) {
-        const entry_t e = entry_at(a, segments[s].entry);
-        for (int64_t r = 0; r < e.q_len * group; r++) {
-            const int64_t query = r / group, head = kv_head * group + r % group;
-            const int64_t at = (e.query_start + query) * a->q_token_stride + head * a->q_head_stride;
-            rows[count++] = (decode_row_t){e.first_pos + query, a->q + 2 * at,
-                                           partials + (query * a->heads + head) * stride};
-        }
-    }
-    return count;
-}
-
 typedef struct { int64_t kv_head, first, count; } rows16_t; /* up to 16 rows of a kv head */
 
 typedef struct { /* K and V that come next: rows of `lines` lines each, `share` of them at a time */
@@ -153,9 +134,7 @@ static void decode_bundle(const attend_args *a, const segment_t *segments, const
     const int64_t products = num * (dim / (2 * LANES)) + head1 - head0;
     const int64_t calls = products + (is_narrow ? num + total : 3 * num); /* of bring, in a tile */
     if (is_narrow) shape_narrow_tiles();
-    int64_t seen = e.seen_begin; /* by any of them */
-    for (int64_t s = 1; s < segments->bundle; s++)
-        seen = min64(seen, entry_at(a, segments[s].entry).seen_begin);
+    const int64_t seen = first_seen(a, segments);
     if (cold) {
         keys_ahead_t now = keys_ahead(span.k + head0 * width, span.v + head0 * width, stride,
                                       (head1 - head0) * width, min64(TILE, span.count), 1);

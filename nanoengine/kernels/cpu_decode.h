@@ -97,9 +97,9 @@ INLINE void key_scores_rows(const float *keys, const char *q, int64_t q_bytes, i
     if (left) key_scores(keys, q, q_bytes, words, scores, soon, rows, 1, mode);
 }
 
-/* How many of `rows` are multiplied at once; the last two times about as many. */
-INLINE int64_t rows_at_once(int64_t rows) {
-    return rows <= ROWS ? rows : rows < 2 * ROWS ? (rows + 1) / 2 : ROWS;
+/* How many of `rows` are multiplied at once, at most `most`; the last two times about as many. */
+INLINE int64_t rows_at_once(int64_t rows, int64_t most) {
+    return rows <= most ? rows : rows < 2 * most ? (rows + 1) / 2 : most;
 }
 /* `call` with r = `rows`, of 1 to ROWS, as a constant. */
 #define WITH_ROWS(rows, call)                                                                       \
@@ -112,7 +112,7 @@ INLINE int64_t rows_at_once(int64_t rows) {
     static void name(const float *keys, const char *q, int64_t q_bytes, int64_t words,              \
                      float *scores, int n, soon_t *soon, int64_t rows) {                            \
         for (int64_t some; rows > 0; rows -= some, q += some * q_bytes, scores += some * TILE) {    \
-            some = rows_at_once(rows);                                                              \
+            some = rows_at_once(rows, ROWS);                                                              \
             WITH_ROWS(some, key_scores_rows(keys, q, q_bytes, words, scores, n, soon, r, mode))     \
         }                                                                                           \
     }
@@ -183,9 +183,11 @@ static void decode_softmax(float *scores, int64_t rows, int n, const int *visibl
     else softmax_rows(scores, rows, n, visible, scale, states, alpha, BF16_PAIRS);
 }
 
-/* acc[r][d..] = acc * alpha + p V for `rows` rows and `vecs` vectors of head_dim (in pairs: of twice
+typedef struct { int64_t pos; const char *q; float *partial; } decode_row_t;
+
+/* acc[d..] = acc * alpha + p V, acc the partials of `rows` rows, and `vecs` vectors of head_dim (in pairs: of twice
  * LANES); alpha NULL: there is no acc yet. `left` is how many elements remain from d on. */
-INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *probs, float **acc,
+INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *probs, const decode_row_t *to,
                           const float *alpha, soon_t *soon, int64_t d, int64_t left, const int rows,
                           const int vecs, int mode) {
     enum { MAX = 4 };
@@ -193,10 +195,10 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
     const int outs = mode == BF16_PAIRS ? 2 * vecs : vecs;
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int j = 0; j < outs; j++)
-            a[r][j] = alpha ? load(acc[r] + d + j * LANES) * alpha[r] : splat(0);
+            a[r][j] = alpha ? load(to[r].partial + d + j * LANES) * alpha[r] : splat(0);
     if (mode == BF16_PAIRS) {
         for (int i = 0; i < n; i += 2) {
-            bring_some(soon);
+            if (i % 8 == 0) bring_some(soon);
             const char *v0 = v + i * v_stride + 2 * d, *v1 = i + 1 < n ? v0 + v_stride : v0;
             UNROLL for (int j = 0; j < vecs; j++) {
                 vf x = load_bf16(v0 + 64 * j, left - 32 * j), y = load_bf16(v1 + 64 * j, left - 32 * j);
@@ -211,7 +213,7 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
     } else {
         const int size = mode == F32 ? 4 : 2;
         for (int i = 0; i < n; i++) {
-            bring_some(soon);
+            if (i % 4 == 0) bring_some(soon);
             UNROLL for (int j = 0; j < vecs; j++) {
                 vf x = load_f32(v + i * v_stride + size * (d + j * LANES), left - j * LANES, mode);
                 UNROLL for (int r = 0; r < rows; r++)
@@ -220,68 +222,149 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
         }
     }
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int j = 0; j < outs; j++) store(acc[r] + d + j * LANES, a[r][j]);
+        UNROLL for (int j = 0; j < outs; j++) store(to[r].partial + d + j * LANES, a[r][j]);
 }
 
-INLINE void decode_values_rows(const char *v, int64_t v_stride, int n, const float *probs, float **acc,
+INLINE void decode_values_rows(const char *v, int64_t v_stride, int n, const float *probs, const decode_row_t *to,
                                const float *alpha, soon_t *soon, int64_t dim, const int rows, int mode) {
     const int wide = mode == BF16_PAIRS ? 32 : LANES, vecs = mode == BF16_PAIRS ? DVEC / 2 : DVEC;
     const int64_t step = vecs * wide;
     int64_t d = 0;
     for (; d + step <= dim; d += step)
-        decode_values(v, v_stride, n, probs, acc, alpha, soon, d, step, rows, vecs, mode);
-    for (; d < dim; d += wide) decode_values(v, v_stride, n, probs, acc, alpha, soon, d, dim - d, rows, 1, mode);
+        decode_values(v, v_stride, n, probs, to, alpha, soon, d, step, rows, vecs, mode);
+    for (; d < dim; d += wide) decode_values(v, v_stride, n, probs, to, alpha, soon, d, dim - d, rows, 1, mode);
 }
 
 #define DECODE_VALUES(name, mode)                                                                   \
-    static void name(const char *v, int64_t v_stride, int n, const float *probs, float **acc,       \
+    static void name(const char *v, int64_t v_stride, int n, const float *probs, const decode_row_t *to,       \
                      const float *alpha, soon_t *soon, int64_t dim, int64_t rows) {                 \
-        WITH_ROWS(rows, decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, r, mode))  \
+        WITH_ROWS(rows, decode_values_rows(v, v_stride, n, probs, to, alpha, soon, dim, r, mode))  \
     }
 DECODE_VALUES(values_f32, F32)
 DECODE_VALUES(values_wide, BF16_WIDE)
 DECODE_VALUES(values_pairs, BF16_PAIRS)
 
-/* The query rows of one kv head, padded to whole vectors: row r is (query r / group, head r % group). */
-static void pack_queries(const attend_args *a, const entry_t *e, int64_t kv_head, char *out, int mode) {
-    int64_t group = a->heads / a->kv_heads, dim = a->head_dim, size = a->is_bf16 ? 2 : 4;
-    int64_t padded = ceil_div(dim, 32) * 32;
-    for (int64_t query = e->query_start; query < e->query_start + e->q_len; query++)
-        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++, out += padded * 4) {
-            const char *q = a->q + size * (query * a->q_token_stride + head * a->q_head_stride);
-            memset(out, 0, padded * 4);
-            if (mode != BF16_WIDE) memcpy(out, q, dim * size);
-            else for (int64_t d = 0; d < dim; d += LANES)
-                store(out + 4 * d, load_f32(q + 2 * d, dim - d, mode));
+/* The rows of a kv head over a bundle of segments: of an entry, row r is (query r / group, head r % group).
+ * `partials` are those of the first segment. Returns how many there are. */
+static int64_t bundled_rows(const attend_args *a, const segment_t *segments, int64_t kv_head,
+                            float *partials, int64_t segment_floats, decode_row_t *rows) {
+    const int64_t group = a->heads / a->kv_heads, stride = partial_stride(a->head_dim);
+    const int64_t size = a->is_bf16 ? 2 : 4;
+    int64_t count = 0;
+    for (int64_t s = 0; s < segments->bundle; s++, partials += segment_floats) {
+        const entry_t e = entry_at(a, segments[s].entry);
+        for (int64_t query = 0; query < e.q_len; query++) {
+            const char *q = a->q + size * (e.query_start + query) * a->q_token_stride;
+            for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
+                rows[count++] = (decode_row_t){e.first_pos + query, q + size * head * a->q_head_stride,
+                                               partials + (query * a->heads + head) * stride};
         }
+    }
+    return count;
 }
 
-/* Partial states of all rows of the kv heads [head0, head1) over one segment. `after` is K of the
+/* How many they are. */
+static int64_t count_bundled(const attend_args *a, const segment_t *segments) {
+    int64_t queries = 0;
+    for (int64_t s = 0; s < segments->bundle; s++) queries += entry_at(a, segments[s].entry).q_len;
+    return queries * (a->heads / a->kv_heads);
+}
+
+/* The first position that any of them sees. */
+static int64_t first_seen(const attend_args *a, const segment_t *segments) {
+    int64_t seen = INT64_MAX;
+    for (int64_t s = 0; s < segments->bundle; s++)
+        seen = min64(seen, entry_at(a, segments[s].entry).seen_begin);
+    return seen;
+}
+
+typedef struct { /* the rows of some kv heads over a bundle of segments, and room for a tile of them */
+    const attend_args *a;
+    const decode_row_t *rows; /* [kv heads][of_head] */
+    int64_t of_head, all, q_bytes;
+    int mode;
+    float *keys, *probs, *alpha;
+    states_t *states; /* of 16 rows each */
+    char *q;
+} decoded_t;
+
+INLINE int64_t q_bytes_of(int64_t dim) { return ceil_div(dim, 32) * 32 * 4; }
+
+/* Words of a thread's room for so many rows. */
+INLINE int64_t decode_words(int64_t rows, int64_t dim) {
+    const int64_t words = q_bytes_of(dim) / 4;
+    return rows * (words + TILE + 3) + 3 * LANES + TILE * words;
+}
+
+static decoded_t lay_out_decode(const attend_args *a, const decode_row_t *rows, int64_t of_head, int64_t all,
+                                char *scratch) {
+    const int64_t words = q_bytes_of(a->head_dim) / 4, groups = ceil_div(all, LANES); /* of rows */
+    decoded_t d = {.a = a, .rows = rows, .of_head = of_head, .all = all, .q_bytes = 4 * words, .mode = mode_of(a)};
+    d.keys = (float *)scratch, d.probs = d.keys + TILE * words, d.alpha = d.probs + all * TILE;
+    d.states = (states_t *)(d.alpha + groups * LANES), d.q = (char *)(d.states + groups);
+    return d;
+}
+
+/* Queries, padded to whole vectors. */
+static void pack_queries(const decoded_t *d) {
+    const int64_t dim = d->a->head_dim, size = d->a->is_bf16 ? 2 : 4;
+    char *out = d->q;
+    for (int64_t i = 0; i < d->all; i++, out += d->q_bytes) {
+        const char *q = d->rows[i].q;
+        memset(out, 0, d->q_bytes);
+        if (d->mode != BF16_WIDE) memcpy(out, q, dim * size);
+        else for (int64_t j = 0; j < dim; j += LANES) store(out + 4 * j, load_f32(q + 2 * j, dim - j, BF16_WIDE));
+    }
+}
+
+/* Scores of n keys, the first at `pos`, become p. Inlined, it slows the loops around it by 2 %. */
+static __attribute__((noinline)) void softmax_of_decode(const decoded_t *d, int64_t pos, int n, soon_t *soon) {
+    const attend_args *a = d->a;
+    if (a->softcap) cap_rows(a, d->probs, d->all, n);
+    for (int64_t first = 0; first < d->all; first += LANES) {
+        const int64_t some = min64(LANES, d->all - first);
+        int visible[LANES];
+        for (int64_t i = 0; i < some; i++) {
+            const int64_t seen = d->rows[first + i].pos + 1 - pos;
+            float *p = d->probs + (first + i) * TILE;
+            bring_some(soon);
+            for (int64_t j = min64(n, seen - a->window); j > 0; j--) p[j - 1] = -INFINITY;
+            visible[i] = max64(0, min64(n, seen));
+        }
+        decode_softmax(d->probs + first * TILE, some, n, visible, scale_of(a), d->states + first / LANES,
+                       d->alpha + first, d->mode);
+    }
+}
+
+/* p V of n keys of the kv head whose rows begin at `row`, into their partials. */
+static void add_values(const decoded_t *d, const char *v, int64_t stride, int n, int64_t row, int is_first,
+                       soon_t *soon) {
+    for (int64_t i = row, end = row + d->of_head, some; i < end; i += some) {
+        some = rows_at_once(end - i, d->mode == BF16_PAIRS ? PAIRED_ROWS : ROWS);
+        (d->mode == F32 ? values_f32 : d->mode == BF16_WIDE ? values_wide : values_pairs)(
+            v, stride, n, d->probs + i * TILE, d->rows + i, is_first ? NULL : d->alpha + i, soon,
+            d->a->head_dim, some);
+    }
+}
+
+/* Partial states of all rows of the kv heads [head0, head1) over a bundle of segments. `after` is the
  * segment that comes next, `cold` says that nobody has prefetched this one, `packed` that `scratch` holds
  * the queries. */
-static void decode_segment(const attend_args *a, segment_t seg, const span_t *after, int cold, int packed,
-                           int64_t head0, int64_t head1, float *partial, char *scratch) {
-    const int mode = mode_of(a);
-    const int64_t dim = a->head_dim;
-    const entry_t e = entry_at(a, seg.entry);
-    const span_t span = span_of(a, &e, seg.index);
-    const int64_t group = a->heads / a->kv_heads, rows = e.q_len * group, all = (head1 - head0) * rows;
-    const int64_t size = mode == F32 ? 4 : 2, width = dim * size, key_stride = a->kv_heads * width;
-    const int64_t stride = partial_stride(dim), q_bytes = ceil_div(dim, 32) * 32 * 4;
-    const int whole = head1 - head0 == a->kv_heads; /* else others read the rest: leave it to them */
-    const int64_t words = ceil_div(size * dim, 4), steps = ceil_div(words, LANES);
-    const int64_t groups = ceil_div(all, LANES); /* of rows */
-    float *keys = (float *)scratch, *probs = keys + TILE * (q_bytes / 4), *alpha = probs + all * TILE;
-    states_t *states = (states_t *)(alpha + groups * LANES);
-    char *q = (char *)(states + groups);
-    float *acc[all];
-    for (int64_t h = head0, i = 0; h < head1; h++) {
-        if (!packed) pack_queries(a, &e, h, q + i * q_bytes, mode);
-        for (int64_t query = 0; query < e.q_len; query++)
-            for (int64_t head = h * group; head < (h + 1) * group; head++, i++)
-                acc[i] = partial + (query * a->heads + head) * stride;
-    }
-    for (int64_t g = 0; g < groups; g++) states[g] = NO_KEYS;
+static void decode_segments(const attend_args *a, const segment_t *segments, const span_t *after, int cold,
+                            int packed, int64_t head0, int64_t head1, float *partials,
+                            int64_t segment_floats, char *scratch) {
+    const int64_t dim = a->head_dim, size = a->is_bf16 ? 2 : 4, width = dim * size;
+    const int64_t key_stride = a->kv_heads * width, num_heads = head1 - head0;
+    const entry_t e = entry_at(a, segments->entry);
+    const span_t span = span_of(a, &e, segments->index);
+    const int64_t of_head = count_bundled(a, segments), all = of_head * num_heads;
+    decode_row_t rows[all];
+    for (int64_t h = head0; h < head1; h++)
+        bundled_rows(a, segments, h, partials, segment_floats, rows + (h - head0) * of_head);
+    const decoded_t d = lay_out_decode(a, rows, of_head, all, scratch);
+    if (!packed) pack_queries(&d);
+    for (int64_t i = 0; i < all; i += LANES) d.states[i / LANES] = NO_KEYS;
+    const int whole = num_heads == a->kv_heads; /* else others read the rest: leave it to them */
     /* What is read next comes in a tile ahead; where two tiles do not fit L2, half a tile. */
     const int is_far = 4 * TILE * key_stride <= FAR_BYTES;
     if (cold && whole) {
@@ -289,7 +372,7 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
         prefetch(span.k, bytes);
         if (is_far) prefetch(span.v, bytes);
     }
-    const int64_t skipped = max64(0, e.seen_begin - span.pos) / TILE * TILE;
+    const int64_t skipped = max64(0, first_seen(a, segments) - span.pos) / TILE * TILE;
     for (int64_t t = skipped; t < span.count; t += TILE) {
         const int n = min64(TILE, span.count - t);
         const char *k = span.k + t * key_stride, *v = span.v + t * key_stride;
@@ -298,53 +381,32 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
         const char *next_v = is_last ? after->v : v + TILE * key_stride;
         const int64_t ahead = min64(TILE, is_last ? after->count : span.count - t - TILE);
         const int64_t next_bytes = whole ? ahead * key_stride : 0;
-        /* Of a head: blocks of words to turn, and to multiply for some rows at a time, and rows; of V. */
-        const int64_t blocks_of_k = steps * (ceil_div(n, LANES) + ceil_div(rows, ROWS)) + rows;
-        const int64_t blocks_of_v = ceil_div(rows, ROWS) * ceil_div(dim, LANES * DVEC);
         if (!whole) {
-            const int64_t first = head0 * width, own = (head1 - head0) * width;
+            const int64_t first = head0 * width, own = num_heads * width;
             if (t == skipped) prefetch_rows(k + first, key_stride, n, own);
             prefetch_rows(v + first, key_stride, n, own);
             const int64_t left = min64(TILE, span.count - t - TILE);
             prefetch_rows(k + TILE * key_stride + first, key_stride, left, own);
         }
+        /* Of a head: blocks of words to turn, and to multiply for some rows at a time, and rows; of V. */
+        const int64_t steps = ceil_div(ceil_div(width, 4), LANES), blocks = ceil_div(of_head, ROWS);
+        const int64_t blocks_of_k = steps * (ceil_div(n, LANES) + blocks) + of_head;
+        const int64_t blocks_of_v = blocks * ceil_div(dim, LANES * DVEC);
         soon_t soon = soon_of(is_far ? next_k : v, is_far || !whole ? next_bytes : n * key_stride,
-                              blocks_of_k * (head1 - head0)); /* while K is read */
-        for (int64_t h = head0, i = 0; h < head1; h++, i += rows)
-            decode_scores(k + h * width, key_stride, n, q + i * q_bytes, q_bytes, rows, &soon, keys,
-                          probs + i * TILE, dim, mode);
-        if (a->softcap) cap_rows(a, probs, all, n);
-        int64_t row = 0, head = 0, last = e.first_pos;
-        for (int64_t first = 0; first < all; first += LANES) {
-            const int64_t some = min64(LANES, all - first);
-            int visible[LANES];
-            for (int64_t i = first; i < first + some; i++, row++, head++) {
-                if (row == rows) row = head = 0, last = e.first_pos; /* the next kv head */
-                if (head == group) head = 0, last++; /* the next query; a division takes 40 cycles */
-                bring_some(&soon);
-                for (int64_t j = min64(n, last + 1 - a->window - span.pos - t); j > 0; j--)
-                    probs[i * TILE + j - 1] = -INFINITY; /* before the window */
-                visible[i - first] = max64(0, min64(n, last + 1 - span.pos - t));
-            }
-            decode_softmax(probs + first * TILE, some, n, visible, scale_of(a), states + first / LANES,
-                           alpha + first, mode);
-        }
+                              blocks_of_k * num_heads); /* while K is read */
+        for (int64_t h = head0, i = 0; h < head1; h++, i += of_head)
+            decode_scores(k + h * width, key_stride, n, d.q + i * d.q_bytes, d.q_bytes, of_head, &soon,
+                          d.keys, d.probs + i * TILE, dim, d.mode);
+        softmax_of_decode(&d, span.pos + t, n, &soon);
         soon = soon_of(is_far ? next_v : next_k, next_bytes, /* while V is read */
-                       blocks_of_v * (head1 - head0) * (mode == BF16_PAIRS ? ceil_div(n, 2) : n));
-        for (int64_t h = head0; h < head1; h++) {
-            const char *vh = v + h * width;
-            int64_t i = (h - head0) * rows, some;
-            for (const int64_t end = i + rows; i < end; i += some) {
-                some = rows_at_once(end - i);
-                float *p = probs + i * TILE, **s = acc + i, *f = t == skipped ? NULL : alpha + i;
-                (mode == F32 ? values_f32 : mode == BF16_WIDE ? values_wide : values_pairs)(
-                    vh, key_stride, n, p, s, f, &soon, dim, some);
-            }
-        }
+                       blocks_of_v * num_heads * ceil_div(n, d.mode == BF16_PAIRS ? 8 : 4));
+        for (int64_t h = head0, i = 0; h < head1; h++, i += of_head)
+            add_values(&d, v + h * width, key_stride, n, i, t == skipped, &soon);
     }
     for (int64_t i = 0; i < all; i++) {
-        const states_t *own = states + i / LANES;
-        acc[i][stride - 16] = own->top[i % LANES], acc[i][stride - 15] = own->sum[i % LANES];
+        const states_t *own = d.states + i / LANES;
+        float *tail = rows[i].partial + partial_stride(dim) - 16;
+        tail[0] = own->top[i % LANES], tail[1] = own->sum[i % LANES];
     }
 }
 #endif

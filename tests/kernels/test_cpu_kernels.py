@@ -224,6 +224,15 @@ def test_a_shared_prefix_moves_no_bit(kernels, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_sequences_that_end_in_one_block_share_no_keys_of_the_other(kernels, dtype):
+    """Each sees as far as its own last key, which lies in a block of both."""
+    batch = make_batch([1, 1, 2], [290, 300, 300], dtype=dtype, block_size=256)
+    batch.tables[1][:], batch.tables[2][:] = batch.tables[0], batch.tables[0]
+    alone = [chunk_of(batch, {s: (0, len(t))}) for s, t in enumerate(batch.tables)]
+    assert same_bits(fold(kernels, batch, whole(batch)), fold(kernels, batch, alone))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_heads, group, window", [(2, 3, None), (5, 4, 300), (1, 40, None)])
 def test_many_share_a_prefix(kernels, dtype, kv_heads, group, window):
     """More rows than one piece of work holds, over a block of several segments; with a window that
