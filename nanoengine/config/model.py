@@ -282,6 +282,7 @@ class LayerShape:
     values_are_keys: v is k, before the norms and the rotation of these.
     """
 
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
@@ -357,7 +358,8 @@ class ModelConfig:
         """The shape of a layer."""
         if self.shapes:
             return self.shapes[layer]
-        return LayerShape(self.num_kv_heads, self.head_dim, self.intermediate_size, layer)
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return LayerShape(*heads, self.intermediate_size, layer)
 
     @property
     def is_stored_in_16_bits(self) -> bool:

@@ -26,7 +26,7 @@ from nanoengine.models.experts import (
     Router,
     Routing,
 )
-from nanoengine.models.layer_ops import AfterAttention
+from nanoengine.models.layer_ops import AfterAttention, multiply_heads
 from nanoengine.models.products import MLP, Embed, Norm, Product, TiledProduct
 from nanoengine.models.stored_codes import Weight, joined
 
@@ -59,6 +59,9 @@ class CpuOps(KernelOps):
         out = x.new_empty(x.shape)
         self._kernels.sigmoid_mul(x, gate, out)
         return out
+
+    def softplus_heads(self, x: Tensor, gates: Tensor) -> None:
+        self._kernels.tape.call(multiply_heads, (x, gates))
 
     def layer_norm(self, x: Tensor, norm: Norm) -> Tensor:
         out = x.new_empty(x.shape)

@@ -1,4 +1,4 @@
-"""Reads the shapes of layers of a config.json in which they differ (Gemma 4's keys)."""
+"""Reads the shapes of layers of a config.json in which they differ, Gemma 4's and Laguna's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from nanoengine.errors import CorruptModelError, UnsupportedModelError, shown
 from nanoengine.text.checked_json import CheckedJson, whole
 
 GLOBAL_HEAD_DIM = 512
+HEADS = "num_attention_heads_per_layer"
 OVERRIDES = {"head_dim", "num_key_value_heads"}
 
 
@@ -34,8 +35,9 @@ def read_shapes(content: CheckedJson, windows: Sequence[int | None]) -> tuple[La
         )
     inner_size = content.size("intermediate_size")
     first_shared = num_layers - num_shared
+    num_heads = content.size("num_attention_heads")
     shapes = [
-        LayerShape(*heads, inner_size, layer)
+        LayerShape(num_heads, *heads, inner_size, layer)
         for layer, heads in enumerate(_heads(content, windows))
     ]
     if content.flag("attention_k_eq_v"):
@@ -53,8 +55,30 @@ def read_shapes(content: CheckedJson, windows: Sequence[int | None]) -> tuple[La
                 f"last {num_shared} is of its kind"
             )
         shapes[layer] = replace(shapes[layer], source=alike[-1], intermediate_size=wide)
-    usual = [LayerShape(*_usual(content), inner_size, layer) for layer in range(num_layers)]
+    usual = [
+        LayerShape(num_heads, *_usual(content), inner_size, layer) for layer in range(num_layers)
+    ]
     return () if shapes == usual else tuple(shapes)
+
+
+def read_head_counts(content: CheckedJson, num_layers: int) -> tuple[LayerShape, ...]:
+    """The shape of each layer, whose heads a list counts; () if all are the same. Raises
+    CorruptModelError.
+    """
+    usual, inner_size = content.size("num_attention_heads"), content.size("intermediate_size")
+    listed = content.get(HEADS)
+    if listed is None:
+        return ()
+    if not isinstance(listed, list) or len(listed) != num_layers:
+        raise CorruptModelError(
+            f"{content.path}: {HEADS!r} must have a number for each of {num_layers} layers, not "
+            f"{shown(listed)}"
+        )
+    counts = [whole(content.path, f"{HEADS}.{i}", count) for i, count in enumerate(listed)]
+    if all(count == usual for count in counts):
+        return ()
+    heads = _usual(content)
+    return tuple(LayerShape(count, *heads, inner_size, i) for i, count in enumerate(counts))
 
 
 def _usual(content: CheckedJson) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from nanoengine.loading.layer_kinds import (
     read_heads,
     recurrent_layers,
 )
-from nanoengine.loading.layer_shapes import read_shapes
+from nanoengine.loading.layer_shapes import HEADS, read_head_counts, read_shapes
 from nanoengine.loading.left_out import read_left_out
 from nanoengine.loading.mixers import (
     ATTENTION,
@@ -88,7 +88,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     head_dim = latent.row_dim if latent else _head_dim(content, hidden_size // num_heads)
     windows = layer_windows(name, content.values, num_layers, content.path)
     of_layers = windows or (None,) * num_layers
-    shapes = read_shapes(content, of_layers) if architecture.shapes_by_layer else ()
+    shapes = _shapes(content, architecture, of_layers)
     head_dims = _head_dims(shapes, of_layers, head_dim)
     rope, local_rope, max_position = _ropes(content, architecture, head_dims, latent, max_model_len)
     config = ModelConfig(
@@ -226,12 +226,21 @@ def _layers(content: CheckedJson, architecture: Architecture) -> tuple[list[str]
     return [BOTH] * num_layers if architecture.hybrid == "beside" else mixers, num_layers
 
 
+def _shapes(
+    content: CheckedJson, architecture: Architecture, windows: Sequence[int | None]
+) -> tuple[LayerShape, ...]:
+    if HEADS in architecture.reads:
+        return read_head_counts(content, len(windows))
+    return read_shapes(content, windows) if architecture.shapes_by_layer else ()
+
+
 def _with_good_heads(config: ModelConfig, path: Path) -> ModelConfig:
-    for num, dim in {config.shape(layer).kv_heads for layer in config.attention_layers}:
-        if config.num_heads % num or dim % 2:
+    shapes = [config.shape(layer) for layer in config.attention_layers]
+    for num_heads, (num, dim) in {(shape.num_heads, shape.kv_heads) for shape in shapes}:
+        if num_heads % num or dim % 2:
             raise UnsupportedModelError(
-                f"{path}: {config.num_heads} heads, {num} KV heads of {dim}; heads must be a "
-                "multiple of KV heads, and the head size even"
+                f"{path}: {num_heads} heads, {num} KV heads of {dim}; heads must be a multiple of "
+                "KV heads, and the head size even"
             )
     return config
 
@@ -332,7 +341,8 @@ def _ropes(
 ) -> tuple[RopeConfig, RopeConfig | None, int]:
     """ModelConfig's rope, local_rope and max_position."""
     if architecture.ropes_by_kind:
-        return read_ropes_by_kind(content, head_dims, max_model_len)
+        may_be_partial = "partial_rotary_factor" in architecture.reads
+        return read_ropes_by_kind(content, head_dims, may_be_partial, max_model_len)
     if latent is not None:
         rope, max_position = read_rope(content, latent.rope_dim, False, max_model_len)
         return replace(rope, num_dims=latent.rope_dim), None, max_position

@@ -51,7 +51,10 @@ def read_rope(
 
 
 def read_ropes_by_kind(
-    content: CheckedJson, head_dims: tuple[int, int], max_model_len: int | None
+    content: CheckedJson,
+    head_dims: tuple[int, int],
+    may_be_partial: bool,
+    max_model_len: int | None,
 ) -> tuple[RopeConfig, RopeConfig, int]:
     """The embeddings of full-attention layers and of window layers, and the positions.
 
@@ -70,8 +73,9 @@ def read_ropes_by_kind(
         for kind in ("full_attention", "sliding_attention")
     )
     full = full | _object(content, "rope_scaling", content.get("rope_scaling"))
-    rope, max_position = _read(content, full, "rope_theta", head_dims[0], False, max_model_len)
-    local, _ = _read(content, sliding, "rope_local_base_freq", head_dims[1], False, max_model_len)
+    of_both = may_be_partial, max_model_len
+    rope, max_position = _read(content, full, "rope_theta", head_dims[0], *of_both)
+    local, _ = _read(content, sliding, "rope_local_base_freq", head_dims[1], *of_both)
     return rope, local, max_position
 
 

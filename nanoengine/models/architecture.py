@@ -15,6 +15,7 @@ LATENT_NAMES = ("fc1_latent_proj", "fc2_latent_proj")  # the products around exp
 # before the output head; and the product that joins the first two.
 MTP_NORMS = ("enorm", "hnorm", "shared_head.norm")
 MTP_JOIN = "eh_proj"
+HeadGate = Literal["", "sigmoid", "softplus"]
 Activation = Literal["silu", "gelu_pytorch_tanh", "relu2", "xielu", "clamped_swiglu"]
 
 
@@ -95,7 +96,8 @@ class Architecture:
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
     output_gate: q_proj gives a gate for each head beside its query; what a head attends to is
     multiplied by the gate's sigmoid. gate_proj: such a gate is of a product of its own, g_proj.
-    head_gate: g_proj gives a number for each head instead, by whose sigmoid it is multiplied.
+    head_gate: g_proj gives a number for each head instead, by whose sigmoid or softplus it is
+    multiplied; "": it does not.
     hybrid: what a checkpoint's layers have in place of attention, or beside it; "": nothing.
     "delta": some have a gated delta rule, as config.json says. "kimi": that of Kimi, and no layer
     turns; see loading/kimi.py. "convs": some have a gated short convolution, see
@@ -146,7 +148,7 @@ class Architecture:
     scales_embeddings: bool = False
     output_gate: bool = False
     gate_proj: bool = False
-    head_gate: bool = False
+    head_gate: HeadGate = ""
     hybrid: Literal["", "apart", "beside", "convs", "delta", "kimi", "mixers"] = ""
     projections: tuple[str, ...] = ()
     windows: Literal["", "every layer", "layer_types", "pattern"] = ""

@@ -231,7 +231,7 @@ HYBRIDS = {
             after_mlp="post_ffn_norm",
         ),
         qk_norm="head",
-        head_gate=True,
+        head_gate="sigmoid",
         hybrid="convs",
         windows="pattern",
         ropes_by_kind=True,

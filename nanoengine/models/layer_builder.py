@@ -92,9 +92,6 @@ class LayerBuilder:
     def __init__(self, config: ModelConfig, source: TensorSource, ops: LayerOps) -> None:
         self._config = config
         self._architecture = ARCHITECTURES[config.architecture]
-        self._head_order = head_order(
-            config.rope, config.head_dim, self._architecture.pairs_take_turns
-        )
         self._ops = ops
         self._source = source
 
@@ -182,17 +179,16 @@ class LayerBuilder:
         out = self._summand(prefix, "o", has_out_bias(config))
         among = config.attention_layers.index(index)
         if shape.source != index:
-            shared = SharedKVAttention(
-                self._ops, among, config.num_heads, self._head_norm(prefix + "q_norm")
-            )
-            return self._qkv(prefix, "q"), shared, out
+            norm = self._head_norm(index, prefix + "q_norm")
+            shared = SharedKVAttention(self._ops, among, shape.num_heads, norm)
+            return self._qkv(index, prefix, "q"), shared, out
         sinks = self._numbers_if(architecture.sinks, prefix + "sinks")
         attention = Attention(
             self._ops,
             among,
-            config.num_heads,
+            shape.num_heads,
             shape.num_kv_heads,
-            self._head_norms(prefix),
+            self._head_norms(index, prefix),
             architecture.norms_turned,
             architecture.output_gate or architecture.gate_proj,
             None if sinks is None else sinks.float(),
@@ -201,7 +197,7 @@ class LayerBuilder:
             architecture.head_gate,
         )
         parts = ("qk" if shape.values_are_keys else "qkv") + "g" * architecture.gate_proj
-        return self._qkv(prefix, parts), attention, out
+        return self._qkv(index, prefix, parts), attention, out
 
     def _latent_attention(
         self, index: int, prefix: str
@@ -228,47 +224,53 @@ class LayerBuilder:
         qkv = Projection(joined([q, in_order(kv, latent_rows(shape))]))
         return qkv, attention, self._summand(prefix, "o", has_bias=False)
 
-    def _head_norms(self, prefix: str) -> tuple[Norm, ...]:
+    def _head_norms(self, index: int, prefix: str) -> tuple[Norm, ...]:
         """Of q, k and v, as far as the model has them."""
         if not (self._architecture.qk_norm and self._config.has_qk_norm):
             return ()
-        q, k = (self._head_norm(prefix + name) for name in self._architecture.norms_of_heads)
+        names = (prefix + name for name in self._architecture.norms_of_heads)
+        q, k = (self._head_norm(index, name) for name in names)
         if not self._architecture.v_norm:
             return q, k
         return q, k, replace(k, weight=torch.ones_like(k.weight))
 
-    def _qkv(self, prefix: str, parts: str) -> Projection:
+    def _qkv(self, index: int, prefix: str, parts: str) -> Projection:
         names = ("qkv",) if "qkv" in self._architecture.fused else tuple(parts)
         weights, biases = self._weights(prefix, names, has_qkv_bias(self._config))
-        weight = self._in_order(weights)
+        weight = self._in_order(index, weights)
         if self._architecture.head_gate:
             weight = joined([weight, self._source(f"{prefix}g_proj.weight")])
-        return Projection(weight, numbers_of(self._in_order([*biases])) if biases else None)
+        bias = numbers_of(self._in_order(index, [*biases])) if biases else None
+        return Projection(weight, bias)
 
-    def _in_order(self, parts: list[Weight]) -> Weight:
+    def _head_order(self, index: int) -> Tensor | None:
+        """As rope.head_order; layers without a rotation have that of the others."""
+        rope, dim = _rope(self._config, index), self._config.shape(index).head_dim
+        return head_order(rope or self._config.rope, dim, self._architecture.pairs_take_turns)
+
+    def _in_order(self, index: int, parts: list[Weight]) -> Weight:
         """Weights or biases of q, k and v as [(heads + 2 kv_heads) x head_dim, ...], the heads of q
         and k in `head_order`; with a gate there are `heads` more, stored behind those of q.
         """
-        config, dim = self._config, self._config.head_dim
+        shape, order = self._config.shape(index), self._head_order(index)
         if self._architecture.output_gate:
-            rows = torch.arange(parts[0].shape[0]).view(config.num_heads, 2, dim)
+            rows = torch.arange(parts[0].shape[0]).view(shape.num_heads, 2, shape.head_dim)
             q, gate = (in_order(parts[0], part.flatten()) for part in rows.unbind(1))
             parts = [q, *parts[1:], gate]
         qkv = joined(parts)
-        if self._head_order is None:
+        if order is None:
             return qkv
-        heads = torch.arange(qkv.shape[0]).view(-1, dim)
-        q_and_k, others = heads.tensor_split((config.num_heads + config.num_kv_heads,))
-        order = torch.cat((q_and_k[:, self._head_order.cpu()], others)).flatten()
-        return in_order(qkv, order)
+        heads = torch.arange(qkv.shape[0]).view(-1, shape.head_dim)
+        q_and_k, others = heads.tensor_split((shape.num_heads + shape.num_kv_heads,))
+        return in_order(qkv, torch.cat((q_and_k[:, order.cpu()], others)).flatten())
 
     def _recurrent(self, index: int, prefix: str) -> tuple[Projection, RecurrentLayer, Product]:
         return make_recurrent(
             self._ops, self._config, index, lambda name: self._source(prefix + name)
         )
 
-    def _head_norm(self, name: str) -> Norm:
-        norm, order = self._norm(name), self._head_order
+    def _head_norm(self, index: int, name: str) -> Norm:
+        norm, order = self._norm(name), self._head_order(index)
         if order is None:
             return norm
         return replace(

@@ -211,6 +211,12 @@ class LayerOps(Protocol):
         """
         return x * gate.reshape(x.shape).sigmoid()
 
+    def softplus_heads(self, x: Tensor, gates: Tensor) -> None:
+        """x *= softplus(gate), rounded first, for each head of x; x is [tokens, heads x head_dim],
+        gates [tokens, heads].
+        """
+        multiply_heads(x, gates)
+
     def recurrence(
         self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext
     ) -> Tensor:
@@ -263,6 +269,12 @@ def parts_of_expert(
     bias, of_down = weights.biases or (None, None)
     gate_up = ops.gate_up(weights.gate, weights.up, bias, None, activation)
     return gate_up, ops.summand(weights.down, of_down)
+
+
+def multiply_heads(x: Tensor, gates: Tensor) -> None:
+    """As LayerOps.softplus_heads."""
+    factors = functional.softplus(gates.float()).to(x.dtype)
+    x.view(*gates.shape, -1).mul_(factors.unsqueeze(-1))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanoengine.config.model import LatentConfig
 from nanoengine.context import ForwardContext
+from nanoengine.models.architecture import HeadGate
 from nanoengine.models.delta_net import KimiNet
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.products import Embed, Norm, Product
@@ -32,13 +33,14 @@ class Attention:
         sinks: Tensor | None = None,
         values_are_keys: bool = False,
         factor: float = 1.0,
-        has_head_gate: bool = False,
+        head_gate: HeadGate = "",
     ) -> None:
         """layer: counted among those with attention. norms: of q, of k and perhaps of v, over each
         head, or over all of them where the weight is as long. norms_turned: those come after the
         rotation; then angles have those of no rotation, too. has_gate: a gate for each head follows
-        v; has_head_gate: a number for each head does. sinks: as in AttentionBackend.run.
-        values_are_keys: v is not there, but is k. factor: of what is attended to.
+        v; head_gate: a number for each head does, as in Architecture. sinks: as in
+        AttentionBackend.run. values_are_keys: v is not there, but is k. factor: of what is attended
+        to.
         """
         self._ops = ops
         self._layer = layer
@@ -47,7 +49,7 @@ class Attention:
         self._values_are_keys = values_are_keys
         self._norms, self._norms_turned = norms, norms_turned
         self._sinks, self._factor = sinks, factor
-        self._has_head_gate = has_head_gate
+        self._head_gate = head_gate
 
     def __call__(self, qkv: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
         """[tokens, (heads + 2 kv_heads) x head_dim] -> attended values [tokens, heads x head_dim].
@@ -56,7 +58,7 @@ class Attention:
         """
         cos, sin, *of_queries = angles
         tokens, of_heads = qkv.shape[0], None
-        if self._has_head_gate:
+        if self._head_gate:
             num_heads = self._heads[0]
             qkv, of_heads = qkv.split_with_sizes([qkv.shape[1] - num_heads, num_heads], dim=1)
         fused = qkv.view(tokens, sum(self._heads), -1)
@@ -75,7 +77,9 @@ class Attention:
         attended = ctx.attention.run(self._layer, q, ctx, self._sinks).view(tokens, -1)
         if self._factor != 1:
             self._ops.scale(attended, self._factor)
-        if of_heads is not None:
+        if of_heads is not None and self._head_gate == "softplus":
+            self._ops.softplus_heads(attended, of_heads)
+        elif of_heads is not None:
             return gated_heads(self._ops, attended, of_heads)
         return self._ops.sigmoid_mul(attended, gates[0]) if gates else attended
 

@@ -31,9 +31,11 @@ class Shard:
 
     def check(self, model: ModelConfig) -> None:
         """Raise ConfigError if the heads of the model cannot be divided among the ranks."""
-        kv_heads = sorted({model.shape(layer).num_kv_heads for layer in model.attention_layers})
-        divided, shared = [model.num_heads], kv_heads
-        of_what = f"{model.num_heads} heads and {' or '.join(map(str, kv_heads))} KV heads"
+        shapes = [model.shape(layer) for layer in model.attention_layers]
+        divided = sorted({shape.num_heads for shape in shapes})
+        shared = sorted({shape.num_kv_heads for shape in shapes})
+        num_heads, num_kv = (" or ".join(map(str, counts)) for counts in (divided, shared))
+        of_what = f"{num_heads} heads and {num_kv} KV heads"
         recurrent = model.recurrent
         if isinstance(recurrent, ShortConvConfig):
             divided = [*divided, recurrent.channels]
@@ -48,7 +50,7 @@ class Shard:
             of_what += f", or the {num} heads and {num_keys} key heads of its recurrent layers"
         allowed = [
             size
-            for size in range(1, model.num_heads + 1)
+            for size in range(1, max(divided) + 1)
             if all(num % size == 0 for num in divided)
             and all(num % size == 0 or size % num == 0 for num in shared)
         ]
@@ -66,6 +68,7 @@ class Shard:
         shapes = tuple(
             replace(
                 shape,
+                num_heads=shape.num_heads // self.size,
                 num_kv_heads=len(self.heads(shape.num_kv_heads)),
                 intermediate_size=self._width(shape.intermediate_size),
             )
@@ -142,11 +145,11 @@ class Shard:
                 dim = model.latent.kv_dim if kind == "kv_b_proj" else model.latent.query_dim
                 return (_times(self.heads(model.num_heads), dim),)
             case "g_proj" if ARCHITECTURES[model.architecture].head_gate:
-                return (self.heads(model.num_heads),)
+                return (self.heads(model.shape(layer).num_heads),)
             case "q_proj" | "k_proj" | "v_proj" | "qkv_proj" | "g_proj":
                 return self._head_rows(kind, layer, model)
             case "sinks":
-                return (self.heads(model.num_heads),)
+                return (self.heads(model.shape(layer).num_heads),)
             case "per_layer_input_gate":
                 return (self.part(model.layer_input_size),)
             case "per_layer_model_projection":
@@ -155,15 +158,15 @@ class Shard:
 
     def _head_rows(self, kind: str, layer: int, model: ModelConfig) -> tuple[range, ...]:
         """Of q, k, v or all of them, or of a gate."""
-        num_kv, dim = model.shape(layer).kv_heads
+        num_heads, (num_kv, dim) = model.shape(layer).num_heads, model.shape(layer).kv_heads
         kv = _times(self.heads(num_kv), dim)
         if kind in ("k_proj", "v_proj"):
             return (kv,)
         has_gate = ARCHITECTURES[model.architecture].output_gate
-        q = _times(self.heads(model.num_heads), dim * (1 + has_gate))
+        q = _times(self.heads(num_heads), dim * (1 + has_gate))
         if kind in ("q_proj", "g_proj"):
             return (q,)
-        num_q, num_kv = model.num_heads * dim, num_kv * dim
+        num_q, num_kv = num_heads * dim, num_kv * dim
         return q, _moved(kv, num_q), _moved(kv, num_q + num_kv)
 
     def _recurrent_rows(self, kind: str, recurrent: AnyRecurrent) -> tuple[range, ...] | None:

@@ -123,7 +123,7 @@ def _attention_shapes(config: ModelConfig, layer: int) -> Shapes:
         return
     shape = config.shape(layer)
     dim, has_kv = shape.head_dim, shape.source == layer
-    heads, kv_heads = config.num_heads * dim, shape.num_kv_heads * dim
+    heads, kv_heads = shape.num_heads * dim, shape.num_kv_heads * dim
     if architecture.qk_norm and config.has_qk_norm:
         is_whole, (of_q, of_k) = architecture.qk_norm == "all heads", architecture.norms_of_heads
         yield f"{part}{of_q}.weight", (heads if is_whole else dim,)
@@ -137,9 +137,9 @@ def _attention_shapes(config: ModelConfig, layer: int) -> Shapes:
     if architecture.gate_proj:
         qkv["g"] = heads
     if architecture.sinks:
-        yield f"{part}sinks", (config.num_heads,)
+        yield f"{part}sinks", (shape.num_heads,)
     if architecture.head_gate:
-        yield f"{part}g_proj.weight", (config.num_heads, config.hidden_size)
+        yield f"{part}g_proj.weight", (shape.num_heads, config.hidden_size)
     yield from _product_shapes(part, qkv, config.hidden_size, has_qkv_bias(config))
     yield from _product_shapes(part, {"o": config.hidden_size}, heads, has_out_bias(config))
 

@@ -30,7 +30,7 @@ def activation_bytes(
     """
     num_tokens, num_sampled = settings.max_num_batched_tokens, settings.sampled_rows
     shapes = [model.shape(layer) for layer in model.attention_layers]
-    heads = model.num_heads * max(shape.head_dim for shape in shapes)
+    heads = max(shape.num_heads * shape.head_dim for shape in shapes)
     kv_heads = max(math.prod(shape.kv_heads) for shape in shapes)
     stream = model.hidden_size * (3 * element_size + 8) + _angle_bytes(model)
     attention = (heads + 2 * kv_heads) * (2 * element_size + 8) + heads * (4 + element_size)

@@ -49,7 +49,8 @@ class ShardedOps:
         self.layer_norm, self.rms_norm = ops.layer_norm, ops.rms_norm
         self.gated, self.activated = ops.gated, ops.activated
         self.rotate, self.rotate_and_store = ops.rotate, ops.rotate_and_store
-        self.sigmoid_mul, self.recurrence = ops.sigmoid_mul, ops.recurrence
+        self.sigmoid_mul, self.softplus_heads = ops.sigmoid_mul, ops.softplus_heads
+        self.recurrence = ops.recurrence
         self.argmax, self.likeliest, self.draw = ops.argmax, ops.likeliest, ops.draw
         self.forget_steps = ops.forget_steps
 

@@ -119,6 +119,7 @@ def prompt(num_tokens: int) -> list[int]:
         pytest.param("kimi-linear-dense", STREAMED, marks=pytest.mark.breadth),
         pytest.param("granite-hybrid-dense", RESIDENT, marks=pytest.mark.breadth),
         pytest.param("falcon-h1-norm", STREAMED, marks=pytest.mark.breadth),
+        pytest.param("laguna-dense", STREAMED, marks=pytest.mark.breadth),
         pytest.param("lfm3", STREAMED, marks=pytest.mark.breadth),
         pytest.param("olmo-hybrid", RESIDENT, marks=pytest.mark.breadth),
     ],

@@ -84,6 +84,15 @@ HYBRID = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+LAGUNA = {
+    "num_attention_heads_per_layer": [4, 8, 8],
+    "sliding_window": 13,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": YARN_ROPE | {"partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
 DENSE_LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,

@@ -10,6 +10,7 @@ from tiny_model import (
     GRANITE_HYBRID,
     HYBRID,
     HYBRID_EXPERTS,
+    LAGUNA,
     LATENT,
     LINEAR_ROPE,
     LLAMA3_ROPE,
@@ -220,6 +221,21 @@ TINY: dict[str, TinyModel] = {
         },
         seed=125,
     ),
+    # Layers with other heads, each multiplied by the softplus of its gate; half of a head turns in
+    # those without a window.
+    "laguna": TinyModel(
+        "laguna",
+        LAGUNA
+        | {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "moe_routed_scaling_factor": 1.7,
+        },
+        seed=134,
+    ),
+    "laguna-dense": TinyModel("laguna", LAGUNA | {"mlp_layer_types": ["dense"] * 3}, seed=135),
     # What is attended to has a gate of its own product; embeddings are scaled.
     "afmoe": TinyModel(
         "afmoe",

@@ -18,7 +18,7 @@ DENSE = ("apertus", "arcee", "exaone4", "ernie", "gemma2", "gemma3", "gemma3-sof
 DENSE += ("cohere2", "falcon-h1", "granite", "hunyuan", "lfm2", "ministral3")
 NEWER = (
     *("afmoe", "hyperclovax", "nemotron", "stablelm", "starcoder2", "youtu", "mellum"),
-    *("exaone-moe", "bamba", "lfm3", "olmo-hybrid", "nemotron-h-latent"),
+    *("exaone-moe", "bamba", "laguna", "lfm3", "olmo-hybrid", "nemotron-h-latent"),
 )
 EXPERTS = (
     "dots1",

@@ -22,7 +22,7 @@ BLOCK = 8
 NUM_OUT = GREEDY.max_tokens
 VOCAB = 256
 
-LATER = ("bamba", "lfm3", "olmo-hybrid", "nemotron-h-latent")
+LATER = ("bamba", "laguna", "lfm3", "olmo-hybrid", "nemotron-h-latent")
 # Each row changes how the same work is cut up; none may change a logit by more than rounding.
 SETTINGS = {
     "whole prompts": {"num_gpu_blocks": 64},
