@@ -27,6 +27,8 @@ from gguf_rounded import rounded  # noqa: E402
 from mtp_models import head_of, write_head  # noqa: E402
 from tiny_models import TINY  # noqa: E402
 
+from nanoengine.models.rope import yarn_attention_factor  # noqa: E402
+
 Change = Callable[[GGUFModel], None]
 # llama.cpp takes GELU from a table of 16 bits; numbers of 16 bits are rounded at one place more.
 EXACT, HALF_GELU, SIXTEEN_BITS = 3e-4, 1e-1, 1e-1
@@ -126,12 +128,14 @@ OTHERWISE: dict[str, dict[str, Any] | None] = {
     "vaultgemma": None,
 }
 BETAS = "llama.cpp reads 'yarn_beta_fast' of mistral3 and grok alone"
+FACTORS = "llama.cpp reads neither 'yarn_attn_factor' nor 'yarn_beta_fast' of laguna"
 RAMP = "llama.cpp rounds the ends of YaRN's ramp to whole pairs, which OpenAI's code does not"
 NO_WINDOW = "llama.cpp reads no window of {}; its converter writes none"
 KNOWN = {
     "arcee": BETAS,
     "deepseek-v2": "llama.cpp chooses groups by their two best experts, as V3; V2 by the best one",
     "gpt-oss": RAMP,
+    **dict.fromkeys(("laguna", "laguna-dense"), FACTORS),
     "mistral-window": NO_WINDOW.format("llama"),
     "mixtral": NO_WINDOW.format("llama"),
     "qwen2": BETAS,
@@ -194,6 +198,7 @@ def variants() -> dict[str, Case]:
     linear = {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}
     long = {"rope__scaling__original_context_length": 64}
     by_factor = USUAL_YARN | {"rope__scaling__attn_factor": 1.3}
+    own_factor = USUAL_YARN | {"rope__scaling__yarn_attn_factor": yarn_attention_factor(4.0)}
     phi3 = "llama.cpp has switched Phi-3's window off"
 
     def gemma3(**settings: Any) -> Case:
@@ -206,6 +211,7 @@ def variants() -> dict[str, Case]:
         "arcee, usual YaRN": Case("arcee", arcee, with_settings(**USUAL_YARN)),
         "qwen2, usual YaRN": Case("qwen2", {}, with_settings(**USUAL_YARN)),
         "qwen2, attn_factor": Case("qwen2", {}, with_settings(**by_factor)),
+        "laguna, usual YaRN": Case("laguna", {}, with_settings(**own_factor)),
         "gpt-oss, usual YaRN": Case("gpt-oss", {}, with_settings(**USUAL_YARN), known=RAMP),
         "deepseek-v2, one group": Case("deepseek-v2", v2 | {"n_group": 1, "topk_group": 1}),
         "phi3, long factors": Case("phi3", {}, with_settings(**long)),

@@ -20,6 +20,7 @@ from nanoengine.models.rope import (
 from nanoengine.text.checked_json import MAX_SIZE, CheckedJson, positive
 
 QUERY_BETA = "llama_4_scaling_beta"
+ORIGINAL = "original_max_position_embeddings"
 
 
 def read_rope(
@@ -63,7 +64,8 @@ def read_ropes_by_kind(
     `read_rope` does.
     """
     both = _object(content, "rope_parameters", content.get("rope_parameters"))
-    if both.keys() - {"full_attention", "sliding_attention"}:
+    # Laguna's at the hub say once more, beside the two, what is in the first.
+    if both.keys() - {"full_attention", "sliding_attention", ORIGINAL}:
         raise UnsupportedModelError(
             f"{content.path}: RoPE {shown(both)} is not supported; 'rope_parameters' must hold "
             "those of 'full_attention' and of 'sliding_attention'"
@@ -151,12 +153,11 @@ class _Scaling:
 
     def original(self, default: int | None) -> int:
         """Positions of the training. config.json's own key overrides the one in the scaling."""
-        key = "original_max_position_embeddings"
-        outer, inner = self.content.get(key), self.values.get(key)
+        outer, inner = self.content.get(ORIGINAL), self.values.get(ORIGINAL)
         value = outer if outer is not None else inner if inner is not None else default
-        number = positive(self.content.path, f"RoPE {key}", value)
+        number = positive(self.content.path, f"RoPE {ORIGINAL}", value)
         if not 1 < number <= MAX_SIZE:
-            self.corrupt(f"{key} {value} must be within 2 to {MAX_SIZE}")
+            self.corrupt(f"{ORIGINAL} {value} must be within 2 to {MAX_SIZE}")
         return int(number)
 
     def corrupt(self, what: str) -> NoReturn:

@@ -295,7 +295,7 @@ MIXTURES = {
         ),
     ),
     "LagunaForCausalLM": Architecture(
-        "Laguna XS (33B-A3B)",
+        "Laguna (XS 33B-A3B, S 118B-A8B)",
         qk_norm="head",
         head_gate="softplus",
         windows="pattern",
@@ -316,7 +316,10 @@ MIXTURES = {
             "gating": (None, True, "per-head"),
             "moe_apply_router_weight_on_input": (None, False),
             "moe_router_logit_softcapping": (None, 0),
+            "norm_topk_prob": (None, True),
+            "swa_attention_sink_enabled": (None, False),
         },
+        own_code=("modeling_laguna.LagunaModel", "modeling_laguna.LagunaForCausalLM"),
         defaults={
             "first_k_dense_replace": 1,
             "head_dim": 128,

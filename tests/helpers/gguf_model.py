@@ -70,6 +70,7 @@ ARCHITECTURES = {
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4",
     "Glm4ForCausalLM": "glm4",
+    "LagunaForCausalLM": "laguna",
     **dict.fromkeys(("Glm4MoeForCausalLM", "SolarOpenForCausalLM"), "glm4moe"),
     "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
@@ -144,7 +145,11 @@ class Names:
 
     def __init__(self, arch: str, num_layers: int) -> None:
         kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-        asked = kinds[arch], gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GLM4_MOE
+        # This release of gguf does not know Laguna; Trinity has such a gate, Llama the rest.
+        kind = kinds["afmoe" if arch == "laguna" else arch]
+        asked = [kind, gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GLM4_MOE]
+        if arch == "laguna":
+            asked[:2] = reversed(asked[:2])
         self._maps = [gguf.get_tensor_name_map(kind, num_layers) for kind in asked]
 
     def __getitem__(self, name: str) -> str:
@@ -234,6 +239,7 @@ class GGUFModel:
                 for ours, theirs in (("input", "gate_up"), ("output", "down")):
                     linear = f"block_sparse_moe.{ours}_linear.weight"
                     name = name.replace(linear, f"block_sparse_moe.experts.{theirs}_proj")
+                name = name.replace("experts.e_score", "gate.e_score")  # Laguna's
                 if ".experts." in name:
                     self._add_expert(tensors, name, values)
                     continue
@@ -407,6 +413,7 @@ class GGUFModel:
             | (_of_granite(config, arch) if arch.startswith("granite") else {})
             | (_of_deepseek(config) if arch == "deepseek2" else {})
             | (_of_kimi(config) if arch == "kimi-linear" else {})
+            | (_of_laguna(config, head_dim) if arch == "laguna" else {})
             | (_of_lfm2(config, arch) if arch.startswith("lfm2") else {})
             | (mamba_file_settings(config, arch) if arch in WITH_MAMBA else {})
         )
@@ -653,6 +660,29 @@ def _of_kimi(config: dict[str, Any]) -> dict[str, Any]:
         "ssm.conv_kernel": config["linear_conv_kernel_dim"],
     }
     return {f"kimi-linear.{key}": value for key, value in settings.items() if value is not None}
+
+
+def _of_laguna(config: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """What llama.cpp's converter writes of heads, windows, rotations and experts
+    (conversion/laguna.py, and of YaRN its base.py).
+    """
+    full, sliding = (config["rope_parameters"][f"{kind}_attention"] for kind in ("full", "sliding"))
+    settings = {
+        "attention.head_count": config["num_attention_heads_per_layer"],
+        "attention.sliding_window": config["sliding_window"],
+        "expert_gating_func": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": float(config["moe_routed_scaling_factor"]),
+        "leading_dense_block_count": config["mlp_layer_types"].count("dense"),
+        "rope.dimension_count_swa": int(head_dim * sliding.get("partial_rotary_factor", 1.0)),
+        "rope.freq_base_swa": float(sliding["rope_theta"]),
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": full["factor"],
+        "rope.scaling.original_context_length": full["original_max_position_embeddings"],
+        "rope.scaling.yarn_attn_factor": full.get("attention_factor"),
+        "rope.scaling.yarn_beta_fast": full["beta_fast"],
+    }
+    return {f"laguna.{key}": value for key, value in settings.items()}
 
 
 def keys_and_values_apart(model: GGUFModel) -> None:

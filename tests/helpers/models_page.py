@@ -72,7 +72,7 @@ FAMILIES = (
     Family("HyperCLOVA X", "HyperCLOVAX", "32K"),
     Family("Jais", "Jais2", "8K"),
     Family("Kimi", "KimiLinear", "1M", "kimi_k2"),
-    Family("Laguna", "Laguna", "128K"),
+    Family("Laguna", "Laguna", "128K to 1M", "glm45"),
     Family("LFM2", "Lfm2 Lfm2Moe", "32K", "lfm2"),
     Family("LFM3", "Lfm3", "128K"),
     Family("Llama", "Llama", "4K to 128K", "llama3_json"),

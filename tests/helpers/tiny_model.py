@@ -89,7 +89,7 @@ LAGUNA = {
     "sliding_window": 13,
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     "rope_parameters": {
-        "full_attention": YARN_ROPE | {"partial_rotary_factor": 0.5},
+        "full_attention": YARN_ROPE | {"partial_rotary_factor": 0.5, "attention_factor": 0.9},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     },
 }

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 from driver import Driver, assert_greedy, assert_logits_are_transformers, small_engine
+from gguf_model import GGUFModel
 from safetensors.torch import load_file
 from tiers import PROMPTS
 from transformers import AutoModelForCausalLM, LagunaConfig
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, CorruptModelError, UnsupportedModelError
+from nanoengine.loading.gguf.convert import read_gguf_config
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.shard import Shard
 from nanoengine.models.weight_shapes import weight_shapes
@@ -56,6 +58,46 @@ def test_missing_keys_are_transformers_defaults(tmp_path: Path) -> None:
     sizes = theirs.moe_intermediate_size, theirs.shared_expert_intermediate_size
     assert (experts.inner_size, experts.shared_size) == sizes
     assert experts.scaling == theirs.moe_routed_scaling_factor and experts.renormalises
+
+
+# What the config.json of Laguna XS.2 has at the hub, and transformers' class does not.
+HUB = {
+    "auto_map": {
+        "AutoConfig": "configuration_laguna.LagunaConfig",
+        "AutoModelForCausalLM": "modeling_laguna.LagunaForCausalLM",
+    },
+    "gating": True,
+    "mlp_only_layers": [0],
+    "norm_topk_prob": True,
+    "partial_rotary_factor": 0.5,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_slow": 1.0,
+            "beta_fast": 64.0,
+            "attention_factor": 1.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+        },
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+def test_the_keys_at_the_hub(tmp_path: Path) -> None:
+    found, local = (config := read(tmp_path, **FOUR | HUB)).rope, config.local_rope
+    assert (found.kind, found.theta, found.factor, found.beta_fast) == ("yarn", 5e5, 32.0, 64.0)
+    assert (found.original_max_position, found.attention_factor) == (4096, 1.0)
+    assert found.partial_rotary_factor == 0.5 and config.max_position == 131072
+    assert local is not None and (local.kind, local.partial_rotary_factor) == ("default", 1.0)
+    assert config.experts is not None and config.experts.dense_layers == (0,)
 
 
 def test_each_layer_has_heads_of_its_own(tmp_path: Path) -> None:
@@ -110,6 +152,17 @@ def test_ranks_divide_the_heads_of_every_layer(tmp_path: Path) -> None:
             UnsupportedModelError,
             "'moe_apply_router_weight_on_input' is True",
         ),
+        (
+            {"swa_attention_sink_enabled": True},
+            UnsupportedModelError,
+            "'swa_attention_sink_enabled' is True",
+        ),
+        ({"norm_topk_prob": False}, UnsupportedModelError, "'norm_topk_prob' is False"),
+        (
+            {"rope_parameters": {"full_attention": {}, "another": {}}},
+            UnsupportedModelError,
+            "must hold those of 'full_attention'",
+        ),
         ({"layer_types": WINDOWS[:3]}, UnsupportedModelError, "for 4 layers"),
     ],
     ids=str,
@@ -138,3 +191,43 @@ def test_experts_have_two_names(tiny: Callable[[str], Path], tmp_path: Path) -> 
     outputs = driver.run(PROMPTS)
     assert_greedy(folder, PROMPTS, outputs, len(outputs[0].outputs[0].token_ids))
     assert_logits_are_transformers(driver, folder, outputs)
+
+
+def test_a_gguf_says_which_layers_have_a_window(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Older files do not: there every fourth layer sees all keys, the first among them."""
+    model = GGUFModel(tiny("laguna-dense"))
+    found = read_gguf_config(model.write(tmp_path / "older.gguf"))
+    assert found["layer_types"] == WINDOWS[:3]
+    model.settings["laguna.attention.sliding_window_pattern"] = [True, False, True]
+    found = read_gguf_config(model.write(tmp_path / "newer.gguf"))
+    assert found["layer_types"] == [WINDOWS[1], WINDOWS[0], WINDOWS[1]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "about"),
+    [
+        ({"expert_gating_func": 1}, UnsupportedModelError, "'laguna.expert_gating_func' is 1"),
+        ({"attention.head_count": [4, 8]}, CorruptModelError, "one for each of 3 layers"),
+        ({"attention.head_count": [4, 0, 8]}, CorruptModelError, "'laguna.attention.head_count'"),
+        (
+            {"attention.head_count": 2},
+            UnsupportedModelError,
+            "has 4 rows, as a gate of each number",
+        ),
+        ({"rope.scaling.yarn_ext_factor": 1.0}, UnsupportedModelError, "yarn_ext_factor"),
+    ],
+    ids=str,
+)
+def test_what_a_gguf_may_not_say(
+    tiny: Callable[[str], Path],
+    tmp_path: Path,
+    changes: dict[str, Any],
+    error: type[Exception],
+    about: str,
+) -> None:
+    model = GGUFModel(tiny("laguna"))
+    model.settings |= {f"laguna.{key}": value for key, value in changes.items()}
+    with pytest.raises(error, match=about):
+        read_gguf_config(model.write(tmp_path / "model.gguf"))

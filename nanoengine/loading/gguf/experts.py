@@ -10,7 +10,8 @@ from nanoengine.loading.gguf.metadata import Metadata
 
 QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe")
 SCALED_EXPERTS = (
-    *("afmoe", "deepseek2", "dots1", "exaone-moe", "glm4moe", "kimi-linear", "nemotron_h_moe"),
+    *("afmoe", "deepseek2", "dots1", "exaone-moe", "glm4moe", "kimi-linear", "laguna"),
+    "nemotron_h_moe",
 )
 WITH_EXPERTS = (
     *("ernie4_5-moe", "gemma4", "gpt-oss", "granitehybrid", "granitemoe", "hunyuan-moe"),

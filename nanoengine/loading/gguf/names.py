@@ -123,6 +123,7 @@ _NAMES = {
     "hunyuan-dense": _HUNYUAN_NAMES,
     "hunyuan-moe": _HUNYUAN_NAMES,
     "kimi-linear": _KIMI_NAMES,
+    "laguna": _LAYER_NAMES | {"attn_gate": "self_attn.g_proj"},
     "lfm2": _LFM2_NAMES,
     "lfm2moe": _LFM2_NAMES,
     "nemotron_h": NEMOTRON_NAMES,

@@ -31,6 +31,7 @@ from nanoengine.loading.gguf.families import (
     recurrent_settings,
 )
 from nanoengine.loading.gguf.gemma4 import gemma4_settings
+from nanoengine.loading.gguf.laguna import laguna_settings
 from nanoengine.loading.gguf.latent import LATENTS, latent_settings
 from nanoengine.loading.gguf.mamba import HYBRIDS_OF_MAMBA, NEMOTRONS, mamba_settings
 from nanoengine.loading.gguf.metadata import Metadata
@@ -65,6 +66,7 @@ ARCHITECTURES = {
     "hunyuan-moe": "HunYuanMoEV1ForCausalLM",
     "jais2": "Jais2ForCausalLM",
     "kimi-linear": "KimiLinearForCausalLM",
+    "laguna": "LagunaForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
@@ -128,10 +130,12 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
 }
 ROTATE_IN_WINDOWS = ("afmoe", "exaone-moe", "exaone4")
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
-MAY_TURN_A_PART = ("glm4", "glm4moe", "minimax-m2", "nemotron", "phi3", "stablelm", *HYBRIDS)
+MAY_TURN_A_PART = (
+    *("glm4", "glm4moe", "laguna", "minimax-m2", "nemotron", "phi3", "stablelm", *HYBRIDS),
+)
 WITH_WINDOWS = (
     *("cohere2", *ROTATE_IN_WINDOWS, "gemma2", "gemma3", "gemma4", "gpt-oss", "llama", "olmo2"),
-    "phi3",
+    *("laguna", "phi3"),
 )
 GRANITES = ("granite", "granitehybrid", "granitemoe")
 COHERES = ("cohere2", "command-r")
@@ -180,7 +184,7 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
 
     Raises CorruptModelError and UnsupportedModelError.
     """
-    num_heads = metadata.number("attention.head_count")
+    num_heads = _num_heads(metadata)
     hidden_size = metadata.number("embedding_length")
     head_dim = metadata.number("attention.key_length", max(hidden_size // num_heads, 1))
     turned = metadata.number("rope.dimension_count", head_dim)
@@ -237,6 +241,13 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+def _num_heads(metadata: Metadata) -> int:
+    """Of a layer: Laguna's differ, so of its first one."""
+    if metadata.architecture != "laguna":
+        return metadata.number("attention.head_count")
+    return metadata.of_layers("attention.head_count", metadata.number("block_count"))[0]
+
+
 def sampling_config(metadata: Metadata) -> dict[str, Any]:
     """What the file says of sampling, with the keys of generation_config.json."""
     found: dict[str, Any] = {}
@@ -254,6 +265,8 @@ def _layer_settings(
         return gemma4_settings(metadata, stored, stored.get(ROPE_FREQS))
     if metadata.architecture in HYBRIDS_OF_MAMBA:
         return mamba_settings(metadata, stored, num_layers, head_dim)
+    if metadata.architecture == "laguna":
+        return laguna_settings(metadata, stored, num_layers, head_dim)
     theta = metadata.real("rope.freq_base", 10000.0)
     # Of a model whose layers all have experts, it is of no layer.
     inner_size = None
@@ -281,7 +294,7 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
     """What is not of all architectures: original positions, experts, recurrent layers, windows."""
     if metadata.architecture == "phi3":
         return phi3_settings(metadata)
-    if metadata.architecture in ("gemma4", *HYBRIDS_OF_MAMBA):
+    if metadata.architecture in ("gemma4", "laguna", *HYBRIDS_OF_MAMBA):
         return {}
     if metadata.architecture == "olmo2":
         return olmo_settings(metadata, num_layers)

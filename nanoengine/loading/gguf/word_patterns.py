@@ -29,6 +29,7 @@ _CASED_OF_DEEPSEEK = (
 # s.
 WORD_PATTERNS: dict[str, tuple[str, ...]] = {
     "qwen2": (_CONTRACTION + _LETTERS + r"\p{N}" + _REST,),
+    "laguna": (r"[^\n]+|\n+", _CONTRACTION + _LETTERS + r"\p{N}" + _REST),
     "qwen35": (
         _CONTRACTION
         + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
