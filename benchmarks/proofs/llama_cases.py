@@ -25,6 +25,7 @@ from gguf_model import (  # noqa: E402
 )
 from gguf_rounded import rounded  # noqa: E402
 from mtp_models import head_of, write_head  # noqa: E402
+from tiny_model import YARN_ROPE  # noqa: E402
 from tiny_models import TINY  # noqa: E402
 
 from nanoengine.models.rope import yarn_attention_factor  # noqa: E402
@@ -98,8 +99,14 @@ EXPERTS_ALONE = [
     *("linear_attention", "moe", "full_attention", "moe", "linear_attention"),
     *("moe", "linear_attention", "full_attention"),
 ]
+# Of four layers the last sees all keys, as in llama.cpp's code.
+EVERY_FOURTH = {
+    "num_hidden_layers": 4,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+}
 # By the name of TINY; None: llama.cpp has no such models.
 OTHERWISE: dict[str, dict[str, Any] | None] = {
+    "afmoe": EVERY_FOURTH | {"global_attn_every_n_layers": 4},
     "arcee": {"mlp_bias": False},
     "cohere": {"attention_bias": False, "tie_word_embeddings": True},
     "deepseek-v2": {"q_lora_rank": 40},
@@ -107,6 +114,7 @@ OTHERWISE: dict[str, dict[str, Any] | None] = {
     "dots1": {"num_key_value_heads": 4},
     "ernie-moe": {"moe_layer_end_index": 2},
     "exaone4": {"num_hidden_layers": 64, "sliding_window_pattern": 4},
+    "exaone-moe": EVERY_FOURTH | {"sliding_window_pattern": 4, "num_shared_experts": 1},
     "falcon-h1-norm": {
         "mamba_norm_before_gate": False,
         "tie_word_embeddings": False,
@@ -121,6 +129,14 @@ OTHERWISE: dict[str, dict[str, Any] | None] = {
     "lfm2": {"conv_bias": False},
     "llama-sharded": None,
     "nemotron-h-moe": {"layers_block_type": EXPERTS_ALONE, "num_hidden_layers": 8},
+    "olmo2": {"attention_bias": False},
+    "olmo3": EVERY_FOURTH
+    | {
+        "rope_parameters": {
+            "full_attention": YARN_ROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": YARN_ROPE["rope_theta"]},
+        }
+    },
     "qwen2-moe": {"decoder_sparse_step": 1},
     "qwen3-moe": {"mlp_only_layers": []},
     "qwen3-next": None,
@@ -138,6 +154,7 @@ KNOWN = {
     **dict.fromkeys(("laguna", "laguna-dense"), FACTORS),
     "mistral-window": NO_WINDOW.format("llama"),
     "mixtral": NO_WINDOW.format("llama"),
+    "olmo3": BETAS,
     "qwen2": BETAS,
 }
 USUAL_YARN = {"rope__scaling__yarn_beta_fast": 32.0}
@@ -162,7 +179,7 @@ END = "to llama.cpp </s> is a special token of any vocabulary"
 LIKE_GPT_4O = ("gpt-4o", "kanana2", "llama4", "minimax-m2", "talkie", "tekken")
 KNOWN_TEXTS = {
     **{f"gpt2, {name}": MARKS for name in LIKE_GPT_4O},
-    **{f"gpt2, {name}": DIGITS for name in ("tiny_aya", "cohere2moe")},
+    **{f"gpt2, {name}": DIGITS for name in ("afmoe", "tiny_aya", "cohere2moe")},
     "gpt2, deepseek-coder": "to llama.cpp the ideographic space is none of the ideographs' range",
     "gpt2, kimi-k2": NOR_CASES,
     "gpt2, deepseek-llm": "llama.cpp takes runs of digits, the model's own pattern single ones",
@@ -194,7 +211,7 @@ FUSED += ("falcon-h1", "kimi-linear")
 
 def variants() -> dict[str, Case]:
     """What files of one architecture may have beside the usual."""
-    arcee, v2 = OTHERWISE["arcee"] or {}, OTHERWISE["deepseek-v2"] or {}
+    arcee, olmo3, v2 = (OTHERWISE[name] or {} for name in ("arcee", "olmo3", "deepseek-v2"))
     linear = {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}
     long = {"rope__scaling__original_context_length": 64}
     by_factor = USUAL_YARN | {"rope__scaling__attn_factor": 1.3}
@@ -209,6 +226,7 @@ def variants() -> dict[str, Case]:
         "llama, Llama 3's RoPE": Case("llama", {}, with_divisors),
         "llama, YaRN": Case("llama", {}, with_settings(**YARN)),
         "arcee, usual YaRN": Case("arcee", arcee, with_settings(**USUAL_YARN)),
+        "olmo3, usual YaRN": Case("olmo3", olmo3, with_settings(**USUAL_YARN)),
         "qwen2, usual YaRN": Case("qwen2", {}, with_settings(**USUAL_YARN)),
         "qwen2, attn_factor": Case("qwen2", {}, with_settings(**by_factor)),
         "laguna, usual YaRN": Case("laguna", {}, with_settings(**own_factor)),
@@ -228,6 +246,10 @@ def variants() -> dict[str, Case]:
         found[f"{name}, MTP"] = Case(name, OTHERWISE.get(name) or {}, drafts=True)
     for name, ftype in FTYPES.items():
         found[f"llama in {name}"] = Case("llama", WIDE, forms=(ftype, F32))
+    wide = WIDE | dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 256)
+    forms = FTYPES["Q4_K_M"], F32
+    of_laguna = with_settings(**own_factor)
+    found["laguna in Q4_K_M"] = Case("laguna", wide, of_laguna, forms=forms)
     for name, ftype in ROUNDED_FTYPES.items():
         found[f"llama in {name}"] = Case(
             "llama", WIDE, tolerance=SIXTEEN_BITS, forms=(ftype, BF16, F32)
@@ -237,7 +259,7 @@ def variants() -> dict[str, Case]:
 
 def usual(name: str) -> Case:
     """The model of TINY as it is."""
-    tolerance = HALF_GELU if name.startswith("gemma") else EXACT
+    tolerance = HALF_GELU if name.startswith(("gemma", "starcoder2")) else EXACT
     return Case(name, OTHERWISE.get(name) or {}, tolerance=tolerance, known=KNOWN.get(name, ""))
 
 

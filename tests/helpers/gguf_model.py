@@ -623,6 +623,12 @@ def _of_deepseek(config: dict[str, Any]) -> dict[str, Any]:
         "attention.value_length_mla": config["v_head_dim"],
         "rope.dimension_count": turned,
     }
+    if "n_routed_experts" not in config:  # Youtu-LLM's
+        settings |= {
+            "expert_feed_forward_length": config["intermediate_size"],
+            "expert_shared_count": 0,
+            "leading_dense_block_count": config["num_hidden_layers"],
+        }
     if rope["rope_type"] == "yarn":
         settings |= {
             "rope.scaling.type": "yarn",
