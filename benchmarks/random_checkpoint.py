@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 LAYERS = 4
 # model_type of transformers and what its configuration is told. Qwen3.6-27B: 64 layers, 248320
 # tokens; Qwen3-30B-A3B: 48 layers, 151936; Qwen3.5-2B: 24, 248320; Granite 4.0 H Tiny: 40, 100352;
-# LFM2-1.2B: 16, 65536.
+# LFM2-1.2B: 16, 65536; Laguna XS: 40, 100352, the first of which has no experts.
 QWEN_27B: dict[str, Any] = {
     "hidden_size": 5120,
     "intermediate_size": 17408,
@@ -102,6 +102,34 @@ LFM2_1B: dict[str, Any] = {
     "tie_word_embeddings": True,
     "vocab_size": 65536 // 2,
 }
+LAGUNA_XS: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_routed_scaling_factor": 2.5,
+    "mlp_layer_types": ["sparse"] * LAYERS,
+    "layer_types": ["full_attention", *["sliding_attention"] * (LAYERS - 1)],
+    "sliding_window": 512,
+    "num_attention_heads": 48,
+    "num_attention_heads_per_layer": [48, *[64] * (LAYERS - 1)],
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 5e5,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 64.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "vocab_size": 100352 // 10,
+}
 COMMON = {
     "num_hidden_layers": LAYERS,
     "tie_word_embeddings": False,
@@ -116,6 +144,7 @@ SHAPES = {
     "qwen3.5-2b": ("qwen3_5_text", QWEN_2B),
     "granite-h-tiny": ("granitemoehybrid", GRANITE_H_TINY),
     "lfm2-1.2b": ("lfm2", LFM2_1B),
+    "laguna-xs": ("laguna", LAGUNA_XS),
 }
 # What llama.cpp keeps in float32: small, and multiplied by nothing or by a router's rows.
 IN_FLOAT32 = ("conv.conv", "conv1d", "norm", "ffn_gate_inp", "ssm_a", "ssm_beta", "ssm_d")

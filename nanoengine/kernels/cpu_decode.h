@@ -112,7 +112,7 @@ INLINE int64_t rows_at_once(int64_t rows, int64_t most) {
     static void name(const float *keys, const char *q, int64_t q_bytes, int64_t words,              \
                      float *scores, int n, soon_t *soon, int64_t rows) {                            \
         for (int64_t some; rows > 0; rows -= some, q += some * q_bytes, scores += some * TILE) {    \
-            some = rows_at_once(rows, ROWS);                                                              \
+            some = rows_at_once(rows, ROWS);                                                        \
             WITH_ROWS(some, key_scores_rows(keys, q, q_bytes, words, scores, n, soon, r, mode))     \
         }                                                                                           \
     }
@@ -185,8 +185,8 @@ static void decode_softmax(float *scores, int64_t rows, int n, const int *visibl
 
 typedef struct { int64_t pos; const char *q; float *partial; } decode_row_t;
 
-/* acc[d..] = acc * alpha + p V, acc the partials of `rows` rows, and `vecs` vectors of head_dim (in pairs: of twice
- * LANES); alpha NULL: there is no acc yet. `left` is how many elements remain from d on. */
+/* acc[d..] = acc * alpha + p V for `rows` rows and `vecs` vectors of head_dim (in pairs: of twice LANES); acc is a
+ * row's partial, alpha NULL: there is none yet. `left` is how many elements remain from d on. */
 INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *probs, const decode_row_t *to,
                           const float *alpha, soon_t *soon, int64_t d, int64_t left, const int rows,
                           const int vecs, int mode) {
@@ -238,7 +238,7 @@ INLINE void decode_values_rows(const char *v, int64_t v_stride, int n, const flo
 #define DECODE_VALUES(name, mode)                                                                   \
     static void name(const char *v, int64_t v_stride, int n, const float *probs, const decode_row_t *to,       \
                      const float *alpha, soon_t *soon, int64_t dim, int64_t rows) {                 \
-        WITH_ROWS(rows, decode_values_rows(v, v_stride, n, probs, to, alpha, soon, dim, r, mode))  \
+        WITH_ROWS(rows, decode_values_rows(v, v_stride, n, probs, to, alpha, soon, dim, r, mode))   \
     }
 DECODE_VALUES(values_f32, F32)
 DECODE_VALUES(values_wide, BF16_WIDE)

@@ -214,7 +214,7 @@ def test_a_gguf_says_which_layers_have_a_window(
         (
             {"attention.head_count": 2},
             UnsupportedModelError,
-            "has 4 rows, as a gate of each number",
+            "has 4 rows for 2 heads; a gate",
         ),
         ({"rope.scaling.yarn_ext_factor": 1.0}, UnsupportedModelError, "yarn_ext_factor"),
     ],

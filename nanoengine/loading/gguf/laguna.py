@@ -51,12 +51,12 @@ def laguna_settings(
 
 
 def _check_gate(metadata: Metadata, stored: Mapping[str, Any], num_heads: int) -> None:
-    """Raise UnsupportedModelError for gates of each number, as Laguna M has them."""
+    """Raise UnsupportedModelError for a gate for each number of a head, as Laguna M has them."""
     gate = stored.get("blk.0.attn_gate.weight")
     if gate is not None and int(gate.shape[-1]) > num_heads:
         raise UnsupportedModelError(
-            f"{metadata.path}: tensor 'blk.0.attn_gate.weight' has {int(gate.shape[-1])} rows, as "
-            f"a gate of each number, which is not supported; one of each head has {num_heads}"
+            f"{metadata.path}: tensor 'blk.0.attn_gate.weight' has {int(gate.shape[-1])} rows for "
+            f"{num_heads} heads; a gate for each number of a head is not supported"
         )
 
 
