@@ -168,6 +168,11 @@ class Names:
         raise KeyError(name)
 
 
+def _by_number(name: str) -> list[str]:
+    """Order in which 2 comes before 10."""
+    return [part.zfill(6) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
 def interleaved(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     """Rows of q or k as llama.cpp stores them: a head's two halves, row beside row."""
     rows = []
@@ -222,7 +227,7 @@ class GGUFModel:
         tensors = {}
         names = self.names
         with CheckpointReader(folder) as reader:
-            for name in sorted(reader.names()):
+            for name in sorted(reader.names(), key=_by_number):
                 values = reader.tensor(name).float().numpy().copy()
                 if self.arch == FALCON:
                     values = with_multipliers(self.config, name, values)
@@ -262,6 +267,8 @@ class GGUFModel:
                     tensors[name] = values
                     continue
                 tensors[names[name]] = values
+        for name in [name for name, values in tensors.items() if isinstance(values, list)]:
+            tensors[name] = np.stack(tensors[name])  # one by one: they may be many
         return tensors
 
     def _recurrent(self, name: str, values: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
@@ -328,9 +335,9 @@ class GGUFModel:
             return
         part = MIXTRAL_NAMES.get(rest[1], rest[1].removesuffix("_proj"))
         stacked = f"blk.{layer}.{EXPERT_NAMES[part]}.weight"
-        before = tensors.get(stacked, values[None][:0])
+        before = tensors.setdefault(stacked, [])
         assert int(rest[0]) == len(before)
-        tensors[stacked] = np.concatenate((before, values[None]))
+        before.append(values)
 
     def _settings(self) -> dict[str, Any]:
         config, arch = self.config, self.arch
