@@ -183,7 +183,7 @@ int experts(const experts_t *e) {
     {
         if (e->half != DOWNS) multiply_gates(e, hit, threads);
         if (e->half != GATES) multiply_downs(e, hit, threads);
-        if (e->down[0]->is_tiled || e->gate_up[0]->is_tiled || (e->up && e->up[0]->is_tiled)) release_tiles();
+        if (uses_tiles(e->down[0]) || uses_tiles(e->gate_up[0]) || (e->up && uses_tiles(e->up[0]))) release_tiles();
     }
     return 0;
 }

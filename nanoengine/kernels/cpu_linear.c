@@ -35,7 +35,7 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
     for (int64_t u = begin, n; u < end && c->w->is_rounded; u += n) {
         const int64_t row = u / halves * block_rows, half = u % halves;
         n = half % 2 == 0 && half + 1 < halves && u + 1 < end ? 2 : 1;
-        multiply_few_bits(c, row, min64(block_rows, c->rows - row), half * HALF, (int)n * HALF, scratch.acc);
+        multiply_few_bits(c, row, min64(block_rows, c->rows - row), half * HALF, (int)n * HALF, &scratch);
     }
     if (c->w->is_rounded) return;
     for (int64_t u = begin, n; u < end && c->w->is_tiled; u += n) {
@@ -67,7 +67,7 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
 
 /* Rows of a block: what L2 holds, and less where there would be too few units for the threads. */
 static int64_t choose_block_rows(const weight_t *w, int64_t rows, int64_t halves, int64_t threads) {
-    const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
+    const int64_t group = w->is_tiled ? TILED_ROWS : w->has_byte_tiles ? TILE_ROWS : ROWS;
     const int64_t chunk = w->format == BF12 ? CHUNK_BLOCKS * BLOCK12_WORDS : CHUNK;
     int64_t block = BLOCK_BYTES / (4 * min64(words_of(w), chunk));
     block = min64(w->is_rounded ? ROUNDED_ROWS : BLOCK_ROWS, max64(block, 4 * ROWS));
@@ -234,7 +234,7 @@ int linear(const calls_t *all) {
         int has_tiles = 0;
         for (int64_t i = 0; i < count; i++) {
             linear_in_team(&calls[i], threads);
-            has_tiles |= calls[i].w->is_tiled;
+            has_tiles |= uses_tiles(calls[i].w);
             if (i + 1 < count) {
 #pragma omp barrier
             }
@@ -262,7 +262,7 @@ int linear_in_panels(const call_t *call, const int64_t *panels, int64_t count) {
             const int64_t first = i / count * halves, half = 2 * panels[i % count];
             multiply_units(&c, halves, block_rows, first + half, first + min64(half + 2, halves));
         }
-        if (w->is_tiled) release_tiles();
+        if (uses_tiles(w)) release_tiles();
     }
     return 0;
 }

@@ -10,6 +10,7 @@
 #include "cpu_int8.h"
 #include "cpu_lookup.h"
 #include "cpu_tiles.h"
+#include "cpu_byte_tiles.h"
 
 enum { HALF = PANEL / 2, HALF_VECS = HALF / LANES, VECS = PANEL / LANES };
 enum { TURN = 16 };               /* outputs of gate and up that take turns */
@@ -42,6 +43,7 @@ typedef struct { /* one packed weight: filled by packed_weight.py */
     int64_t outputs, k, activation, is_tiled; /* activation: of gates, or 0; is_tiled: in matrix tiles */
     int64_t format; /* DENSE, or of codes */
     int64_t is_rounded; /* rows are rounded to 8 bits: see cpu_int8.h */
+    int64_t has_byte_tiles; /* many of these may be multiplied in tiles: see cpu_byte_tiles.h */
     int64_t is_norm_bf16; /* norm_weight is in bfloat16, else in float32 */
     double eps;
 } weight_t;
@@ -60,6 +62,9 @@ enum { ITEM = MODE == F32 ? 4 : 2, GROUP_WORDS = GROUP * ITEM / 4 }; /* bytes of
 /* Of 12 bits, whose blocks are 16 of k: words of k of a block as numbers, and the blocks that are 128 KiB. */
 enum { BLOCK12_WORDS = BLOCK_K * ITEM / 4, CHUNK_BLOCKS = (128 << 10) / (4 * PANEL * BLOCK12_WORDS) };
 INLINE int64_t words_of(const weight_t *w) { return ceil_div(w->k * ITEM, 4); }
+
+/* Whether a product shapes tiles, which are released when all is done. */
+INLINE int uses_tiles(const weight_t *w) { return w->is_tiled || w->has_byte_tiles; }
 
 /* Outputs of all panels, of gate and up together. */
 INLINE int64_t columns_of(const weight_t *w) {

@@ -161,13 +161,19 @@ static void multiply_few_lookups(const call_t *c, int64_t row, int64_t rows, int
     finish_rows(c, row, (int)rows, column, columns, turned, PANEL);
 }
 
+_Static_assert(!HAVE_BYTE_TILES || sizeof(byte_tiles_t) <= sizeof(((scratch_t *)0)->numbers), "no room for tiles");
+
 /* As multiply_block, of rows that are rounded: c->x is [block of rows][group][row]. */
 static void multiply_few_bits(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
-                              float *acc) {
+                              scratch_t *scratch) {
     const weight_t *w = c->w;
     const int64_t groups = w->k / GROUP;
-    ROUNDED_MULTIPLIERS[w->format](panel_of(w, column), groups, column % PANEL, columns,
-                                   (const rounded_t *)c->x + row * groups, rows, acc);
+    const rounded_t *x = (const rounded_t *)c->x + row * groups;
+    float *acc = scratch->acc;
+    if (w->has_byte_tiles && rows >= LEAST_FOR_TILES)
+        TILE_MULTIPLIERS[w->format](panel_of(w, column), groups, column % PANEL, columns, x, rows,
+                                    (byte_tiles_t *)scratch->numbers, acc);
+    else ROUNDED_MULTIPLIERS[w->format](panel_of(w, column), groups, column % PANEL, columns, x, rows, acc);
     finish_rows(c, row, (int)rows, column, columns, acc, PANEL);
 }
 #endif

@@ -1,4 +1,5 @@
-/* Matrix tiles (AMX): products of bfloat16 pairs, 16 rows x 32 values of k x 16 columns in one step.
+/* Matrix tiles (AMX): products of bfloat16 pairs, 16 rows x 32 values of k x 16 columns in one step. Those of bytes
+ * are in cpu_byte_tiles.h.
  *
  * Tiles 0 to 3 accumulate, 4 and 5 hold rows of the left side, 6 and 7 pairs of k of the right side:
  * the same [pair][column][2] layout that VDPBF16PS takes. A step adds to an element, in fp32 and with
@@ -16,6 +17,11 @@
 #include <unistd.h>
 #else
 #define HAVE_TILES 0
+#endif
+#if HAVE_TILES && defined(__AMX_INT8__)
+#define HAVE_BYTE_TILES 1
+#else
+#define HAVE_BYTE_TILES 0
 #endif
 
 enum { TILE_ROWS = 16, TILE_COLUMNS = 16, TILE_PAIRS = 16, TILE_BYTES = 64 }; /* bytes of a row: 32 bf16 or 16 floats */
@@ -70,6 +76,7 @@ typedef struct { /* as LDTILECFG takes it */
 #define TILE_STORE(tile, at, stride) TILE_LOAD(tile, at, stride)
 #define TILE_ZERO(tile) ((void)0)
 #define TILE_DOT(acc, rows, columns) ((void)0)
+#define TILE_DOT_BYTES(acc, rows, columns) ((void)0)
 #define TILE_SHAPE(shapes) ((void)(shapes))
 #define TILE_RELEASE() ((void)0)
 #elif !defined(TILE_LOAD) /* tests/sanitize/emulate.h has them in C: a sanitizer sees nothing of assembly */
@@ -82,6 +89,8 @@ typedef struct { /* as LDTILECFG takes it */
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
 #define TILE_DOT(acc, rows, columns)                                                                \
     __asm__ volatile("tdpbf16ps %%tmm" #columns ", %%tmm" #rows ", %%tmm" #acc : :)
+#define TILE_DOT_BYTES(acc, rows, columns)                                                          \
+    __asm__ volatile("tdpbssd %%tmm" #columns ", %%tmm" #rows ", %%tmm" #acc : :)
 #define TILE_SHAPE(shapes) __asm__ volatile("ldtilecfg %0" : : "m"(shapes))
 #define TILE_RELEASE() __asm__ volatile("tilerelease" : :)
 #endif
@@ -95,6 +104,9 @@ int allow_tiles(void) {
     return -1;
 #endif
 }
+
+/* The same for tiles of bytes; -1 too where the CPU or the compiler has none. */
+int allow_byte_tiles(void) { return HAVE_BYTE_TILES ? allow_tiles() : -1; }
 
 /* Tiles 0, 1 and 4 get rows0 rows; 2, 3 and 5 rows1; 6 and 7 all 16. Content is lost. */
 INLINE void shape_tiles(int64_t rows0, int64_t rows1) {
@@ -118,6 +130,14 @@ INLINE void shape_narrow_tiles(void) {
     tile_shapes_t shapes = {.palette = 1, .rows = {NARROW, NARROW, 16, 16, NARROW, 16, 16, 16}};
     for (int i = 0; i < 8; i++)
         shapes.row_bytes[i] = i == 2 || i == 3 || i == 5 ? 4 * NARROW : TILE_BYTES;
+    TILE_SHAPE(shapes);
+}
+
+/* For bytes: tiles 0 and 1 get `rows` rows of 16 sums, 4 as many of 32 bytes, 6 and 7 these by 16 columns. */
+INLINE void shape_byte_tiles(int64_t rows) {
+    const uint8_t n = (uint8_t)rows;
+    const tile_shapes_t shapes = {.palette = 1, .row_bytes = {64, 64, 0, 0, 32, 0, 64, 64},
+                                  .rows = {n, n, 0, 0, n, 0, 8, 8}};
     TILE_SHAPE(shapes);
 }
 

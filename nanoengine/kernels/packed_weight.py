@@ -39,7 +39,7 @@ ROUNDED_GROUP_BYTES = 48
 _TILED_ROWS, PAIR_ROWS = 32, 16
 INTEGER_FORMATS = frozenset(FORMATS) - {"MXFP4", "FP8", "NVFP4", "NF4"}
 # One field per member of weight_t and call_t in cpu_panels.h, in that order.
-_WEIGHT = struct.Struct("=3Q7qd")
+_WEIGHT = struct.Struct("=3Q8qd")
 CALL = struct.Struct("=4Q5q")
 # One field per member of source_t in cpu_bf12.h, in that order.
 _SOURCE = struct.Struct("=2Q7q")
@@ -94,6 +94,7 @@ class PackedWeight:
         dtype: torch.dtype,
         code_format: str,
         is_rounded: bool,
+        has_byte_tiles: bool,
     ) -> None:
         norm_weight, eps = norm or (None, 0.0)
         self.dtype = dtype
@@ -101,14 +102,15 @@ class PackedWeight:
         self.outputs, self.inputs = shape
         pointers = (0 if t is None else t.data_ptr() for t in (panels, bias, norm_weight))
         is_norm_bf16 = norm is not None and norm[0].dtype is torch.bfloat16
-        kinds = ACTIVATIONS.get(activation, 0), is_tiled, _FORMATS[code_format], is_rounded
+        kinds = ACTIVATIONS.get(activation, 0), is_tiled, _FORMATS[code_format]
+        of_bytes = is_rounded, has_byte_tiles
         self._workspace, self._has_norm = workspace, norm is not None
         self.is_left = is_tiled and bool(library.is_left_format(_FORMATS[code_format]))
         self._most_as_they_are = 0
         if is_tiled:
             self._most_as_they_are = 1 if self.is_left else _TILED_ROWS
         self.is_rounded = is_rounded
-        record = _WEIGHT.pack(*pointers, *shape, *kinds, is_norm_bf16, eps)
+        record = _WEIGHT.pack(*pointers, *shape, *kinds, *of_bytes, is_norm_bf16, eps)
         self._record = ctypes.create_string_buffer(record)
         self.address = ctypes.addressof(self._record)
         self.tape = tape
@@ -187,6 +189,7 @@ class WeightPacker:
         self._library, self._tape = library, tape
         self._dtype, self._with_codes, self._has_tiles = dtype, with_codes, has_tiles
         self._rounds_rows = rounds_rows
+        self._has_byte_tiles = library.allow_byte_tiles() == 0
         self._arena, self._workspace = WeightArena(library), workspace
         self.saved_bytes = 0  # by holding numbers in fewer bits
 
@@ -234,6 +237,7 @@ class WeightPacker:
             self._dtype,
             code_format,
             is_rounded,
+            is_rounded and self._has_byte_tiles,
         )
         if in_12_bits is None:
             self._fill(packed, held)

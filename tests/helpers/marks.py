@@ -54,7 +54,7 @@ if not HAS_TILES and b"avx512bw" in cpu_flags().split():
     _pairs = ("-include", str(_header), "-D__AVX512BF16__")
     if not cpu_linear.is_supported():
         EMULATED["pairs in C"] = _pairs
-    EMULATED["tiles in C"] = (*_pairs, "-D__AMX_BF16__", "-D__AMX_TILE__")
+    EMULATED["tiles in C"] = (*_pairs, *(f"-D__AMX_{kind}__" for kind in ("TILE", "BF16", "INT8")))
 # The arithmetics of 16 bits in which products are our own.
 OURS = ["bfloat16", *EMULATED] if cpu_linear.is_supported() else [*EMULATED]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from coded import random_rows, random_weight
-from marks import needs_compiler
+from marks import EMULATED, needs_compiler
 from torch import Tensor
 
 from nanoengine.kernels.call_tape import CallTape
@@ -23,9 +23,12 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 F32, BF16 = torch.float32, torch.bfloat16
 # (outputs, inputs): whole panels, less than one, and an odd number of half panels.
 SHAPES = [(64, 256), (33, 512), (200, 768)]
-# What bytes are multiplied with: this CPU's best, pairs in 16 bits, and numbers one by one.
+# What bytes are multiplied with: this CPU's best, matrix tiles (done in C), vectors, pairs in 16 bits,
+# and numbers one by one.
 BUILDS = {
     "native": (),
+    **{name: flags for name, flags in EMULATED.items() if "tiles" in name},
+    "no tiles": ("-U__AMX_TILE__",),
     "no dot product": ("-mno-avx512vnni", "-mno-avxvnni"),
     "AVX2": ("-march=haswell",),
     "plain": ("-march=x86-64",),
@@ -157,7 +160,7 @@ def test_every_instruction_gives_the_same_bits(build_folder: Path) -> None:
     builds = [load(build_folder, build) for build in BUILDS if build != "plain"]
     for name in sorted(INTEGER_FORMATS):
         weight = random_weight(name, 100, 512, F32)
-        for rows in (1, 2, 7):
+        for rows in (1, 7, 16, 37):
             x = normal(rows, 512)
             first, *others = (packer.pack(weight)(x) for packer in builds)
             assert all(same_bits(first, other) for other in others)

@@ -2,7 +2,7 @@
  * write: AVX512-BF16, AMX and masked loads and stores in C, and VBMI where the CPU lacks it. So a CPU that lacks
  * these, but has AVX-512, runs their code, too. Denormals are not flushed.
  *
- * Included before a C file of ours, with __AVX512BF16__, __AMX_BF16__ and __AMX_TILE__ defined.
+ * Included before a C file of ours, with __AVX512BF16__, __AMX_TILE__, __AMX_BF16__ and __AMX_INT8__ defined.
  */
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include <stdint.h>
@@ -12,13 +12,16 @@
 /* The compiler's own header asks these whether it has to allow the instructions. */
 #pragma push_macro("__AVX512BF16__")
 #pragma push_macro("__AMX_BF16__")
+#pragma push_macro("__AMX_INT8__")
 #pragma push_macro("__AMX_TILE__")
 #undef __AVX512BF16__
 #undef __AMX_BF16__
+#undef __AMX_INT8__
 #undef __AMX_TILE__
 #include <immintrin.h>
 #pragma pop_macro("__AVX512BF16__")
 #pragma pop_macro("__AMX_BF16__")
+#pragma pop_macro("__AMX_INT8__")
 #pragma pop_macro("__AMX_TILE__")
 
 /* ---- masked loads and stores ------------------------------------------------------------------ */
@@ -122,12 +125,13 @@ static inline tile_in_memory_t *shaped_tile(int tile) {
 /* From what LDTILECFG takes: a palette, 15 bytes, 16 times the bytes of a row, 16 times rows. */
 static inline void tile_shape(const void *config) {
     const uint8_t *bytes = config;
-    needs(bytes[0] == 1);
+    static const uint8_t none[15];
+    needs(bytes[0] == 1 && !memcmp(bytes + 1, none, sizeof none));
     memset(tiles_in_memory, 0, sizeof tiles_in_memory);
     for (int i = 0; i < 8; i++) {
         tile_in_memory_t *t = &tiles_in_memory[i];
         t->rows = bytes[48 + i], t->row_bytes = bytes[16 + 2 * i] | bytes[17 + 2 * i] << 8;
-        needs(t->rows <= 16 && t->row_bytes <= 64);
+        needs(t->rows <= 16 && t->row_bytes <= 64 && !t->rows == !t->row_bytes);
     }
 }
 static inline void tile_zero(int tile) {
@@ -164,12 +168,27 @@ static inline void tile_dot(int acc, int left, int right) {
         _mm512_storeu_ps(c->at[r], sum);
     }
 }
+/* Adds products of bytes, all of them with a sign. */
+static inline void tile_dot_bytes(int acc, int left, int right) {
+    tile_in_memory_t *c = shaped_tile(acc);
+    const tile_in_memory_t *a = shaped_tile(left), *b = shaped_tile(right);
+    needs(a->row_bytes == 4 * b->rows && c->rows == a->rows && c->row_bytes == b->row_bytes);
+    for (int r = 0; r < a->rows; r++)
+        for (int n = 0; n < c->row_bytes / 4; n++) {
+            int32_t sum;
+            memcpy(&sum, c->at[r] + 4 * n, sizeof sum);
+            for (int k = 0; k < a->row_bytes; k++)
+                sum += (int8_t)a->at[r][k] * (int8_t)b->at[k / 4][4 * n + k % 4];
+            memcpy(c->at[r] + 4 * n, &sum, sizeof sum);
+        }
+}
 #define TILE_SHAPE(shapes) tile_shape(&(shapes))
 #define TILE_LOAD(tile, from, stride) tile_load(tile, from, stride)
 #define TILE_PASS(tile, from, stride) tile_load(tile, from, stride)
 #define TILE_STORE(tile, to, stride) tile_store(tile, to, stride)
 #define TILE_ZERO(tile) tile_zero(tile)
 #define TILE_DOT(acc, left, right) tile_dot(acc, left, right)
+#define TILE_DOT_BYTES(acc, left, right) tile_dot_bytes(acc, left, right)
 #define TILE_RELEASE() memset(tiles_in_memory, 0, sizeof tiles_in_memory)
 #define syscall(...) 0 /* allow_tiles asks Linux */
 #endif

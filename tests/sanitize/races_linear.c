@@ -54,6 +54,7 @@ static weight_t some_weight(int64_t outputs, int64_t k, int is_gated, int norm, 
     const int64_t columns = outputs * (is_gated ? 4 : 2);
     w.bias = some_numbers(ceil_div(columns, PANEL) * PANEL, 0);
     w.is_tiled = IS_BF16 && HAVE_TILES && allow_tiles() == 0 && k % TILE_K == 0 && !w.is_rounded;
+    w.has_byte_tiles = w.is_rounded && allow_byte_tiles() == 0;
 #if HAVE_BF12
     if (kind == IN_12_BITS) {
         w.format = BF12, w.panels = some_bf12(&w, threads);
