@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from coded import random_rows, random_weight
-from marks import EMULATED, needs_compiler
+from marks import needs_compiler, use_tiles
 from torch import Tensor
 
 from nanoengine.kernels.call_tape import CallTape
@@ -23,12 +23,9 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 F32, BF16 = torch.float32, torch.bfloat16
 # (outputs, inputs): whole panels, less than one, and an odd number of half panels.
 SHAPES = [(64, 256), (33, 512), (200, 768)]
-# What bytes are multiplied with: this CPU's best, matrix tiles (done in C), vectors, pairs in 16 bits,
-# and numbers one by one.
+# What bytes are multiplied with: this CPU's best, pairs in 16 bits, and numbers one by one.
 BUILDS = {
     "native": (),
-    **{name: flags for name, flags in EMULATED.items() if "tiles" in name},
-    "no tiles": ("-U__AMX_TILE__",),
     "no dot product": ("-mno-avx512vnni", "-mno-avxvnni"),
     "AVX2": ("-march=haswell",),
     "plain": ("-march=x86-64",),
@@ -250,6 +247,21 @@ def test_bfloat16_rows_are_rounded_alike(build_folder: Path) -> None:
     packer, exact = load(build_folder, dtype=BF16), load(build_folder)
     weight, x = random_weight("Q4_K", 64, 512, BF16), normal(9, 512).to(BF16)
     assert same_bits(packer.pack(weight).in_float(x), exact.pack(weight)(x.float()))
+
+
+@pytest.mark.parametrize("name", sorted(INTEGER_FORMATS))
+def test_matrix_tiles_give_the_bits_of_vectors(
+    build_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Many rows are multiplied in tiles, few in vectors."""
+    use_tiles(monkeypatch)
+    packer = load(build_folder, dtype=BF16)
+    for outputs, inputs in SHAPES:
+        product = packer.pack(random_weight(name, outputs, inputs, BF16))
+        x = normal(150, inputs).to(BF16)
+        few = torch.cat([product.in_float(rows) for rows in x.split(9)])
+        for rows in (16, 31, 150):
+            assert same_bits(product.in_float(x[:rows]), few[:rows]), (outputs, rows)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
