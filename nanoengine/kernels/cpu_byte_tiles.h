@@ -19,8 +19,6 @@ typedef struct { /* groups of up to a panel of outputs, and the integers of one 
 } __attribute__((aligned(64))) byte_tiles_t;
 
 #if HAVE_BYTE_TILES
-INLINE int halves_of(const int format) { return format == Q6_K ? 2 : 1; }
-
 /* Group g of the blocks b of 16 outputs becomes group n of tiles `at`. */
 INLINE void fill_tile(block_t b, const int g, byte_tiles_t *t, int64_t at, int64_t n, const int format) {
     const __m512i bias = _mm512_set1_epi8((char)bias_of(format));

@@ -24,6 +24,8 @@ INLINE int has_minima(const int format) {
            format == INT8;
 }
 INLINE int has_signs(const int format) { return format == Q8_0 || format == INT8; }
+/* The parts of a group with a scale each. */
+INLINE int halves_of(const int format) { return format == Q6_K ? 2 : 1; }
 
 /* ---- sums of bytes ---------------------------------------------------------------------------- */
 
@@ -121,7 +123,7 @@ INLINE void bytes_of(block_t b, int64_t g, const int format, vu *codes) {
 /* acc[r][c] = or += rows x by the codes of a group of AT_ONCE vectors of outputs. */
 INLINE void add_rows(const scales_t *scales, vu codes[][8], const rounded_t *x, int64_t rows, float *acc,
                      const int is_first, const int format) {
-    const int halves = format == Q6_K ? 2 : 1, words = 8 / halves;
+    const int halves = halves_of(format), words = 8 / halves;
     for (int64_t r = 0; r < rows; r++, x++, acc += PANEL) {
         vi sums[2][AT_ONCE];
         vf s[AT_ONCE];
