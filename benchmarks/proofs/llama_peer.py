@@ -8,6 +8,9 @@ batch, and after each forced token, computed alone, in fp32, go to the file `out
 quantisers and dequantisers. {"model", "texts"}: their token ids. Prints one line of JSON for each
 task: {"ids": ...}, {"ok": true}, or {"error": llama.cpp's words}.
 
+`PYTHON llama_peer.py -` takes a task from each line of its input instead, and does it in a process
+of its own, which llama.cpp may end.
+
 Imports nothing of ours.
 """
 
@@ -108,23 +111,44 @@ def token_ids(task: dict[str, Any]) -> dict[str, Any]:
     return {"ids": found}
 
 
+def answer_to(task: dict[str, Any]) -> dict[str, Any]:
+    """What one task gives, or llama.cpp's words."""
+    try:
+        if "ftype" in task:
+            return write_as(task)
+        return token_ids(task) if "texts" in task else logits(task)
+    except ValueError as error:
+        return {"error": str(error)}
+
+
+def apart(task: dict[str, Any]) -> dict[str, Any]:
+    """The same of a forked process."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writes, json.dumps(answer_to(task)).encode())
+        os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    answer: dict[str, Any] = json.loads(said) if said else {"error": f"ended with {status}"}
+    return answer
+
+
 def main(path: str) -> None:
     """Do all tasks, each answered by a line."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     note = llama_cpp.llama_log_callback(_note)  # kept as long as it is called
     llama_cpp.llama_log_set(note, None)
-    for task in json.loads(Path(path).read_text(encoding="utf-8")):
-        try:
-            if "ftype" in task:
-                answer = write_as(task)
-            else:
-                answer = token_ids(task) if "texts" in task else logits(task)
-        except ValueError as error:
-            answer = {"error": str(error)}
+    is_served = path == "-"
+    tasks = map(json.loads, sys.stdin) if is_served else json.loads(Path(path).read_text("utf-8"))
+    for task in tasks:
+        answer = apart(task) if is_served else answer_to(task)
         out.write(json.dumps(answer) + "\n")
         out.flush()
-        if "error" in answer:
+        if "error" in answer and not is_served:
             break
 
 

@@ -199,7 +199,7 @@ def _as_tied(config: ModelConfig, folder: Path, dtype: torch.dtype) -> ModelConf
     """
     if not config.tie_word_embeddings:
         return config
-    with _open(folder, bool(config.wrapper)) as reader:
+    with open_checkpoint(folder, config) as reader:
         if not reader.names().issuperset(ENDS):
             return config
         embeddings, head = (reader.numbers(name, dtype) for name in ENDS)

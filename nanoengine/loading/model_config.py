@@ -52,6 +52,7 @@ from nanoengine.loading.refused import (
     about_folder,
     about_quantization,
     quant_method,
+    rotates_activations,
 )
 from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind, with_one_theta
 from nanoengine.loading.short_convs import ADJUSTS, read_adjusted_size, read_short_convs
@@ -110,7 +111,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         no_rope_layers=_no_rope_layers(content, architecture, of_layers),
         eos_token_ids=_eos_token_ids(folder, content, vocab_size),
         windows=windows,
-        query_pre_attn_scalar=_query_scalar(content, reads, latent),
+        query_pre_attn_scalar=_query_scalar(content, architecture, latent),
         attn_logit_softcap=_softcap(content, reads, "attn_logit_softcapping"),
         final_logit_softcap=_softcap(content, reads, "final_logit_softcapping"),
         wrapper=wrapper,
@@ -155,11 +156,14 @@ def _head_dim(content: CheckedJson, usual: int) -> int:
 
 
 def _query_scalar(
-    content: CheckedJson, reads: Collection[str], latent: LatentConfig | None
+    content: CheckedJson, architecture: Architecture, latent: LatentConfig | None
 ) -> float | None:
+    reads, defaults = architecture.reads, architecture.defaults
     if latent is not None:
         return latent_scalar(content, latent)
     if "attention_multiplier" in reads:
+        if content.get("attention_multiplier") is None and "attention_multiplier" in defaults:
+            return None  # the usual root of head_dim
         return _factor(content, reads, "attention_multiplier") ** -2
     return content.real("query_pre_attn_scalar") if "query_pre_attn_scalar" in reads else None
 
@@ -345,6 +349,10 @@ def _ropes(
         return read_ropes_by_kind(content, head_dims, may_be_partial, max_model_len)
     if latent is not None:
         rope, max_position = read_rope(content, latent.rope_dim, False, max_model_len)
+        if rope.kind == "proportional":
+            raise UnsupportedModelError(
+                f"{content.path}: RoPE 'proportional' is not supported for this architecture"
+            )
         return replace(rope, num_dims=latent.rope_dim), None, max_position
     if "rotary_dim" in architecture.reads and content.get("rotary_dim") is not None:
         part = content.size("rotary_dim") / head_dims[0]
@@ -361,6 +369,11 @@ def _codes(content: CheckedJson, architecture: Architecture) -> str:
     quantised = content.get("quantization_config")
     if quantised is None:
         return ""
+    if rotates_activations(quantised):
+        raise UnsupportedModelError(
+            f"{content.path}: 'transform_config' of 'quantization_config' rotates activations, "
+            "which is not supported; run it with vLLM"
+        )
     packed, block = packed_format(quantised), fp8_block(quantised)
     if packed is not None:
         return f"INT{packed.bits}" if packed.stays_codes else "F32"

@@ -172,6 +172,19 @@ def about_quantization(config: object) -> str:
     return f"'quantization_config' says {shown(method or config)}: {what}; {instead}"
 
 
+def rotates_activations(config: object) -> bool:
+    """Whether compressed-tensors multiplies activations by a matrix, as QuIP and SpinQuant have it.
+    Weights are stored multiplied.
+    """
+    transforms = config.get("transform_config") if isinstance(config, dict) else None
+    groups = transforms.get("config_groups") if isinstance(transforms, dict) else transforms
+    try:
+        each = [use["location"] for group in (groups or {}).values() for use in group["apply"]]
+    except (AttributeError, KeyError, TypeError):
+        return True
+    return any(where not in ("weight_input", "weight_output") for where in each)
+
+
 def about_folder(folder: Path) -> str:
     """For an error about a folder without config.json: what lies there instead."""
     path = folder / "adapter_config.json"

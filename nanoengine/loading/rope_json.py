@@ -40,8 +40,7 @@ def read_rope(
     max_model_len is within the original positions, else the long ones.
     Raises UnsupportedModelError for another kind, CorruptModelError for impossible numbers.
     """
-    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    values = _object(content, key, content.get(key))
+    values = _scaling(content)
     rope, most = _read(content, values, "rope_theta", head_dim, may_be_partial, max_model_len)
     if scales_queries and values.get(QUERY_BETA):
         scaling = _Scaling(content, values, most, max_model_len)
@@ -97,8 +96,14 @@ def with_one_theta(content: CheckedJson, num_layers: int) -> None:
             f"must have one theta, or 0, for each of {num_layers} layers"
         )
     content.values["no_rope_layers"] = [int(theta != 0) for theta in thetas]
-    scaling = _object(content, "rope_parameters", content.get("rope_parameters"))
-    content.values["rope_parameters"] = scaling | {"rope_theta": max(thetas) or None}
+    content.values["rope_parameters"] = _scaling(content) | {"rope_theta": max(thetas) or None}
+    content.values.pop("rope_scaling", None)
+
+
+def _scaling(content: CheckedJson) -> dict[str, Any]:
+    """In the older spelling, if there is one."""
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    return _object(content, key, content.get(key))
 
 
 def _object(content: CheckedJson, key: str, value: Any) -> dict[str, Any]:

@@ -69,7 +69,9 @@ _DENSE = {  # with attention in all layers
         ropes_in_windows=True,
         defaults=COHERE_DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4},
     ),
-    "CohereForCausalLM": Architecture("Command R, Aya", **COHERE, defaults=COHERE_DEFAULTS),
+    "CohereForCausalLM": Architecture(
+        "Command R, Aya", **COHERE, defaults=COHERE_DEFAULTS | {"rope_theta": 5e5}
+    ),
     "CwmForCausalLM": Architecture(
         "CWM (32B)",
         windows="pattern",
@@ -80,6 +82,14 @@ _DENSE = {  # with attention in all layers
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
             "sliding_window": 8192,
         },
     ),
@@ -209,7 +219,12 @@ _DENSE = {  # with attention in all layers
             "logit_scale",
         ),
         requires={"hidden_act": (None, "silu"), "use_post_norm": (None, True)},
-        defaults={"embedding_multiplier": 1.0, "logit_scale": 1.0, "residual_multiplier": 1.0},
+        defaults={
+            "attention_multiplier": None,
+            "embedding_multiplier": 1.0,
+            "logit_scale": 1.0,
+            "residual_multiplier": 1.0,
+        },
         own_code=(
             "modeling_hyperclovax.HyperCLOVAXModel",
             "modeling_hyperclovax.HyperCLOVAXForCausalLM",

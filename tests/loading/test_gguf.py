@@ -174,6 +174,26 @@ def test_every_part_of_a_head_survives_as_a_quotient(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({"rope.scale_linear": 2.0}, 2.0),
+        ({"rope.scaling.type": "linear", "rope.scale_linear": 2.0}, 2.0),
+        ({"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, 4.0),
+        ({"rope.scaling.factor": 0.0, "rope.scale_linear": 2.0}, None),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+    ],
+)
+def test_a_factor_alone_is_of_a_linear_scaling(
+    llama: GGUFModel, tmp_path: Path, out: Path, settings: dict[str, Any], factor: float | None
+) -> None:
+    """As llama.cpp reads files of 2023 (load_hparams in its src/llama-model.cpp)."""
+    llama.settings |= {f"llama.{key}": value for key, value in settings.items()}
+    convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+    rope = read_model_config(out).rope
+    assert (rope.kind, rope.factor) == (("linear", factor) if factor else ("default", 1.0))
+
+
+@pytest.mark.parametrize(
     ("settings", "tensors"),
     [
         ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, ()),
@@ -403,6 +423,7 @@ def test_without_a_tokenizer_type_list_end_tokens_are_special(
     [
         ("llama.attention.scale", 0.5, "scale"),
         ("llama.logit_scale", 0.5, "logit_scale"),
+        ("llama.attention.causal", False, "causal' is false"),
         ("llama.rope.scaling.type", "ntk", "'ntk'"),
         ("llama.rope.dimension_count", 8, "dimension_count"),
         ("llama.attention.value_length", 8, "value_length"),

@@ -76,3 +76,11 @@ def test_one_of_a_layer_that_is_not_there_is_refused(tiny: Tiny, tmp_path: Path)
     model.tensors["blk.7.attn_qkv.weight"] = model.tensors["blk.0.attn_qkv.weight"]
     with pytest.raises(CorruptModelError, match="layer 7 of 3 layers"):
         converted(model, tmp_path / "out")
+
+
+def test_one_of_a_layer_without_keys_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    model = model_of(tiny("nemotron-h"), "nemotron-h")
+    fuse(model)
+    model.settings["nemotron_h.attention.head_count_kv"] = [2, 0, 0, 0, 0, 0, 0]
+    with pytest.raises(CorruptModelError, match=r"'blk\.3\.attn_qkv\.weight' .*have 0 each"):
+        converted(model, tmp_path / "out")

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import reference, reference_greedy, reference_logits
+from checkpoints import GGUFValue, reference, reference_greedy, reference_logits
 from driver import GREEDY, Driver, small_engine
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import (
@@ -33,6 +33,8 @@ from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.gguf.convert import convert_gguf, read_gguf_config
+from nanoengine.loading.gguf.families import exaone_settings
+from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.models.stored_codes import CodedWeight, numbers_of
 
 Tiny = Callable[[str], Path]
@@ -243,6 +245,7 @@ def test_experts_in_mxfp4_keep_their_numbers(tiny: Tiny, tmp_path: Path, keeps_c
     ("name", "key", "value", "match"),
     [
         ("glm4-moe", "glm4moe.expert_gating_func", 1, "'glm4moe.expert_gating_func' is 1"),
+        ("minimax-m2", "minimax-m2.expert_gating_func", 1, "'minimax-m2.expert_gating_func' is 1"),
         ("glm4", "glm4.rope.dimension_sections", [8, 12, 12, 0], "dimension_sections' is set"),
         ("deepseek-v2", "deepseek2.expert_gating_func", 3, "'deepseek2.expert_gating_func' is 3"),
         ("deepseek-v2", "deepseek2.expert_weights_norm", True, "without 'expert_weights_norm'"),
@@ -292,6 +295,8 @@ def test_what_llama_cpp_knows_of_gemma_2_by_itself(tiny: Tiny, tmp_path: Path) -
         ("attention.head_count_kv", [1, 1], CorruptModelError, "each of 6 layers"),
         ("feed_forward_length", [96, 48] * 3, UnsupportedModelError, "twice as much there"),
         ("attention.key_length", 48, UnsupportedModelError, "value_length is 32"),
+        ("rope.dimension_count_swa", 8, UnsupportedModelError, "turns 8 of 16 numbers of a head"),
+        ("rope.scaling.factor", 2.0, UnsupportedModelError, "RoPE of Gemma 4 that is scaled"),
         ("tokenizer.ggml.model", "gemma5", UnsupportedModelError, "gemma4, gpt2, llama"),
     ],
 )
@@ -302,6 +307,31 @@ def test_a_gemma_4_that_cannot_be_is_refused(
     model.settings[key if key.startswith("tokenizer") else f"gemma4.{key}"] = value
     with pytest.raises(error, match=match):
         converted(model, tmp_path / "out")
+
+
+def test_weights_of_trinitys_experts_that_do_not_add_up_are_refused(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    model = model_of(tiny("afmoe"), "afmoe")
+    model.settings["afmoe.expert_weights_norm"] = False
+    with pytest.raises(UnsupportedModelError, match="'route_norm' is False"):
+        small_engine(converted(model, tmp_path / "out"))
+
+
+def test_logits_of_gemma_4_have_a_cap_if_the_file_says_none(tiny: Tiny, tmp_path: Path) -> None:
+    model = GGUFModel(tiny("gemma4"))
+    del model.settings["gemma4.final_logit_softcapping"]
+    config = read_gguf_config(model.write(tmp_path / "m.gguf"))
+    assert config["final_logit_softcapping"] == 30.0
+
+
+def test_a_window_of_exaone_4_that_no_key_says_is_known_by_its_layers() -> None:
+    """load_arch_hparams in llama.cpp's src/models/exaone4.cpp."""
+    metadata = Metadata(Path("m.gguf"), {"general.architecture": GGUFValue("exaone4")})
+    large, small = (exaone_settings(metadata, num_layers) for num_layers in (64, 30))
+    assert large["sliding_window"] == 4096 and small["sliding_window"] is None
+    assert large["layer_types"][:4] == ["sliding_attention"] * 3 + ["full_attention"]
+    assert small["layer_types"] == ["full_attention"] * 30
 
 
 def test_other_divisors_of_gemma_4_are_refused(tiny: Tiny, tmp_path: Path) -> None:

@@ -427,3 +427,27 @@ def test_other_layouts_are_refused(tiny: Tiny, tmp_path: Path, config: dict[str,
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
     with pytest.raises(UnsupportedModelError, match="were quantised in this way are not read"):
         read_model_config(tmp_path / "m")
+
+
+ROTATIONS = [
+    ({"u": {"apply": [{"location": "weight_output"}, {"location": "output"}]}}, True),
+    ({"R1": {"apply": [{"location": "weight_input"}, {"location": "weight_output"}]}}, False),
+    ({"R3": {"type": "hadamard"}}, True),
+    ({}, False),
+]
+
+
+@pytest.mark.parametrize(("groups", "is_refused"), ROTATIONS)
+def test_rotations_of_activations_are_refused(
+    tiny: Tiny, tmp_path: Path, groups: dict[str, Any], is_refused: bool
+) -> None:
+    """As QuIP's and SpinQuant's recipes are written (llm-compressor)."""
+    shutil.copytree(tiny("llama"), tmp_path / "m")
+    path, config = tmp_path / "m" / "config.json", of_tensors(INT4)
+    config["transform_config"] = {"config_groups": groups}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    if is_refused:
+        with pytest.raises(UnsupportedModelError, match=r"'transform_config' .*rotates"):
+            read_model_config(tmp_path / "m")
+    else:
+        assert read_model_config(tmp_path / "m").codes == "INT4"

@@ -218,6 +218,13 @@ def test_layers_of_theta_0_do_not_turn(
     assert config.windows == (None, 128, 128, 128) * 10
 
 
+def test_a_rope_of_the_older_spelling_has_the_theta_of_the_layers(tmp_path: Path) -> None:
+    thetas = {"layer_rope_theta": [0, 5e5, 5e5, 5e5] * 10, "rope_scaling": {"type": "default"}}
+    (tmp_path / "config.json").write_text(json.dumps(SWA | thetas))
+    config = read_model_config(tmp_path)
+    assert (config.rope.theta, len(config.no_rope_layers)) == (5e5, 10)
+
+
 @pytest.mark.parametrize("thetas", [[1e4, 5e5] * 20, [1e4] * 39, ["x"] * 40, [[]] * 40, 5])
 def test_several_thetas_are_refused(tmp_path: Path, thetas: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SWA | {"layer_rope_theta": thetas}))

@@ -105,6 +105,17 @@ def test_experts_in_a_latent_space(tiny: Tiny) -> None:
     assert read_model_config(tiny(NAME)).expert_width == 64
 
 
+def test_a_head_of_its_own_counts_even_if_config_json_says_that_there_is_none(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny("nemotron-h"), tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    driver = Driver(small_engine(tmp_path / "m"))
+    outputs = driver.run([[7 * i % 256 for i in range(20)]])
+    assert_logits_are_transformers(driver, tiny("nemotron-h"), outputs)
+
+
 def test_layers_are_those_of_the_pattern(tiny: Tiny) -> None:
     """And weights take what the checkpoint does."""
     config = read_model_config(tiny(NAME))

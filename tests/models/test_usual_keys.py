@@ -5,11 +5,14 @@ Their logits and ids are compared with transformers' with the other architecture
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from published import read_published
+from transformers import AutoConfig
 
 from nanoengine.errors import UnsupportedModelError
 
@@ -90,6 +93,24 @@ def test_experts_of_trinity(tmp_path: Path) -> None:
 def test_logits_of_hyperclova_are_multiplied(tmp_path: Path) -> None:
     factors = read_published(tmp_path, CLOVA).factors
     assert (factors.logits, factors.embeddings, factors.summands) == (8.0, 10.0, 1.0)
+
+
+def test_scores_of_hyperclova_are_as_usual_without_their_factor(tmp_path: Path) -> None:
+    assert read_published(tmp_path, CLOVA).query_pre_attn_scalar == 0.0078125**-2
+    for value in (None, "left out"):
+        config = read_published(tmp_path, CLOVA, attention_multiplier=value)
+        assert config.query_pre_attn_scalar is None
+
+
+@pytest.mark.parametrize("name", ["cohere", "cwm"])
+def test_a_rope_that_is_left_out_is_that_of_transformers(
+    tiny: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    published = json.loads((tiny(name) / "config.json").read_text())
+    ours = read_published(tmp_path, published, rope_parameters="left out").rope
+    theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert theirs["rope_theta"] != 1e4  # the default of most
+    assert read_published(tmp_path, published, rope_parameters=theirs).rope == ours
 
 
 @pytest.mark.parametrize(

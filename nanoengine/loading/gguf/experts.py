@@ -49,6 +49,7 @@ def experts_settings(
             "sliding_window_pattern": 2,
         }
     if metadata.architecture == "minimax-m2":
+        _check_scores(metadata, metadata.number("expert_gating_func", SIGMOID), (SIGMOID,))
         return settings | {"num_local_experts": settings["num_experts"]}
     if metadata.architecture == "granitemoe":
         return settings | _granite_settings(metadata)
@@ -108,14 +109,10 @@ def _deepseek_settings(
     scores = metadata.number("expert_gating_func", SIGMOID if by_sigmoid else SOFTMAX)
     # llama.cpp has Kimi's in its code.
     renormalises = metadata.flag("expert_weights_norm") or metadata.architecture == "kimi-linear"
-    if scores != SIGMOID and (of_glm or scores != SOFTMAX or renormalises):
-        raise UnsupportedModelError(
-            f"{metadata.path}: '{metadata.architecture}.expert_gating_func' is {scores}; only "
-            f"{SIGMOID}, the sigmoid, is supported"
-            + f", and {SOFTMAX}, the softmax, without 'expert_weights_norm'"
-            * (not of_glm)
-        )
+    _check_scores(metadata, scores, (SIGMOID,) if of_glm or renormalises else (SIGMOID, SOFTMAX))
     of_kind: dict[str, Any] = {}
+    if metadata.architecture == "afmoe":
+        of_kind = {"route_norm": renormalises}
     if scores == SOFTMAX:
         of_kind = {"topk_method": "group_limited_greedy"}  # of one group: greedy
     elif not of_glm:
@@ -132,3 +129,13 @@ def _deepseek_settings(
         "topk_group": metadata.number("expert_group_used_count", 1),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in stored,
     }
+
+
+def _check_scores(metadata: Metadata, scores: int, supported: tuple[int, ...]) -> None:
+    if scores not in supported:
+        raise UnsupportedModelError(
+            f"{metadata.path}: '{metadata.architecture}.expert_gating_func' is {scores}; only "
+            f"{SIGMOID}, the sigmoid, is supported"
+            + f", and {SOFTMAX}, the softmax, without 'expert_weights_norm'"
+            * (metadata.architecture == "deepseek2")
+        )

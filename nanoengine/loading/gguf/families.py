@@ -13,6 +13,7 @@ from nanoengine.loading.layer_kinds import FULL, RECURRENT, SLIDING
 
 COHERE_INTERVAL = 4
 EXAONE_INTERVAL = OLMO_INTERVAL = 4
+EXAONE_WINDOWS = {64: 4096}  # by layers, of files that do not say it
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 GEMMA_2_INTERVAL, GEMMA_2_27B_LAYERS, GEMMA_2_WINDOW = 2, 46, 4096
 # Settings that change the arithmetic, and Hugging Face's keys for them, which Granite alone has.
@@ -149,7 +150,7 @@ def exaone_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
     """A window that no text is longer than counts, too: layers without one do not rotate. Older
     files do not say which layers have it.
     """
-    window = metadata.count("attention.sliding_window") or None
+    window = metadata.count("attention.sliding_window") or EXAONE_WINDOWS.get(num_layers)
     has_window = metadata.have_windows(num_layers, EXAONE_INTERVAL)
     kinds = [SLIDING if window and has else FULL for has in has_window]
     return {"sliding_window": window, "layer_types": kinds}

@@ -34,7 +34,7 @@ def qkv_apart(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors by name, those of queries, keys and values each by its own.
 
     At Hugging Face Phi-3 has them together, too, and Qwen's recurrent layers have other things
-    under this name: these stay. Raises CorruptModelError for a tensor with too few rows.
+    under this name: these stay. Raises CorruptModelError where one of the three would have no rows.
     """
     if metadata.architecture == "phi3":
         return dict(stored)
@@ -45,10 +45,10 @@ def qkv_apart(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
             apart[name] = tensor
             continue
         num_rows, of_keys = int(tensor.shape[-1]), _rows_of_keys(metadata, int(match[1]))
-        if num_rows <= 2 * of_keys:
+        if not 0 < 2 * of_keys < num_rows:
             raise CorruptModelError(
                 f"{metadata.path}: tensor {name!r} has {num_rows} rows, and keys and values have "
-                f"{of_keys} each, which leaves none for queries"
+                f"{of_keys} each; queries, keys and values need one at least"
             )
         ends = (0, num_rows - 2 * of_keys, num_rows - of_keys, num_rows)
         for part, start, end in zip("qkv", ends, ends[1:], strict=False):

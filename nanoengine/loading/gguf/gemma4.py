@@ -9,6 +9,7 @@ import numpy as np
 
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
+from nanoengine.loading.gguf.rope_scaling import rope_scaling
 from nanoengine.loading.layer_kinds import FULL, SLIDING
 
 UNTURNED = 1e20  # divisors of pairs that are not turned are far above it
@@ -27,12 +28,14 @@ def gemma4_settings(metadata: Metadata, stored: Mapping[str, Any], divisors: Any
     inner_sizes = metadata.of_layers("feed_forward_length", num_layers)
     usual = dict(zip(is_sliding, kv_heads, strict=True)).get(True, kv_heads[0])
     own = range(num_layers - num_shared)
+    window_dim = metadata.number("attention.key_length_swa", full_dim)
+    _check_rope(metadata, window_dim)
     return {
         "model_type": "gemma4_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "layer_types": [SLIDING if sliding else FULL for sliding in is_sliding],
         "sliding_window": metadata.number("attention.sliding_window"),
-        "head_dim": metadata.number("attention.key_length_swa", full_dim),
+        "head_dim": window_dim,
         "num_key_value_heads": usual,
         "per_layer_config": {
             str(layer): {"head_dim": full_dim, "num_key_value_heads": kv_heads[layer]}
@@ -44,7 +47,7 @@ def gemma4_settings(metadata: Metadata, stored: Mapping[str, Any], divisors: Any
         "intermediate_size": inner_sizes[0],
         "use_double_wide_mlp": _are_wide(metadata, inner_sizes, len(own)),
         "hidden_size_per_layer_input": metadata.count("embedding_length_per_layer_input"),
-        "final_logit_softcapping": metadata.real("final_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": metadata.real("final_logit_softcapping", 30.0) or None,
         "rope_parameters": {
             "full_attention": {
                 "rope_type": "proportional",
@@ -59,6 +62,16 @@ def gemma4_settings(metadata: Metadata, stored: Mapping[str, Any], divisors: Any
         "rope_scaling": None,
         **_experts(metadata),
     }
+
+
+def _check_rope(metadata: Metadata, window_dim: int) -> None:
+    """Raises UnsupportedModelError for one that is scaled, or partial in layers with a window."""
+    turned = metadata.number("rope.dimension_count_swa", window_dim)
+    if turned != window_dim or rope_scaling(metadata, {}, 1.0, window_dim):
+        raise UnsupportedModelError(
+            f"{metadata.path}: a RoPE of Gemma 4 that is scaled, or turns {turned} of {window_dim} "
+            "numbers of a head in layers with a window, is not supported"
+        )
 
 
 def _are_wide(metadata: Metadata, sizes: Sequence[int], num_own: int) -> bool:

@@ -27,6 +27,11 @@ def original_length(metadata: Metadata) -> int:
     return metadata.number("rope.scaling.original_context_length", length)
 
 
+def scaling_factor(metadata: Metadata) -> float:
+    """Files of 2023 have the other key. To llama.cpp 0 is no factor."""
+    return metadata.real("rope.scaling.factor", metadata.real("rope.scale_linear", 0.0)) or 1.0
+
+
 def rope_scaling(
     metadata: Metadata, stored: Mapping[str, Any], theta: float, head_dim: int
 ) -> dict[str, Any] | None:
@@ -34,7 +39,9 @@ def rope_scaling(
 
     Raises CorruptModelError and UnsupportedModelError.
     """
-    kind = metadata.get(f"{metadata.architecture}.rope.scaling.type", str, "none")
+    factor = scaling_factor(metadata)
+    unsaid = "none" if factor == 1.0 else "linear"
+    kind = metadata.get(f"{metadata.architecture}.rope.scaling.type", str, unsaid)
     attention_factor = metadata.real("rope.scaling.attn_factor", 1.0)
     has_multiplier = metadata.architecture in WITH_LOG_MULTIPLIER
     refused = () if has_multiplier else ("rope.scaling.yarn_log_multiplier",)
@@ -58,7 +65,7 @@ def rope_scaling(
         if kind == "none" and not given:
             return None
         if kind == "linear" and not given:
-            return {"rope_type": "linear", "factor": metadata.real("rope.scaling.factor")}
+            return {"rope_type": "linear", "factor": factor}
     raise UnsupportedModelError(
         f"{metadata.path}: RoPE scaling {kind!r} with attention factor {attention_factor} and "
         f"tensors {sorted(given)} is not supported; supported: none, linear, llama3, yarn, longrope"

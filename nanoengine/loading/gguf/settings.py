@@ -168,6 +168,11 @@ def check_supported(metadata: Metadata) -> None:
         full_key = f"{architecture}.{key}"
         if metadata.has(full_key) and metadata.get(full_key, float):
             raise UnsupportedModelError(f"{metadata.path}: {full_key!r} is set and not supported")
+    if not metadata.flag("attention.causal", default=True):
+        raise UnsupportedModelError(
+            f"{metadata.path}: '{architecture}.attention.causal' is false: the model generates no "
+            "text"
+        )
     if metadata.has("glm4.rope.dimension_sections"):
         raise UnsupportedModelError(
             f"{metadata.path}: 'glm4.rope.dimension_sections' is set, as of a model for images, "
