@@ -116,7 +116,7 @@ def other_values(key: str, value: Any) -> list[Any]:
     elif isinstance(value, int):
         found = [2 * value, value // 2, value + 1, 1]
     elif isinstance(value, float):
-        found = [1.7 * value + 0.01, 0.0]
+        found = [1.7 * value + 0.01 if value else 0.3, 0.0]
     elif isinstance(value, str):
         found = [*ACTIVATIONS, *SCORES, "rope", "nope", "other"]
     elif isinstance(value, list | tuple):
