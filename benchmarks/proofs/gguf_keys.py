@@ -35,7 +35,7 @@ from other_keys import PROMPT, Outcome, other_values  # noqa: E402
 
 from benchmarks.proofs.beside_llama import ONE, PEER  # noqa: E402
 from benchmarks.proofs.key_table import Row, print_table  # noqa: E402
-from benchmarks.proofs.llama_cases import BETAS, FACTORS, NO_WINDOW, Case, cases, make_file  # noqa: E402
+from benchmarks.proofs.llama_cases import BETAS, FACTORS, NO_WINDOW, cases, make_file  # noqa: E402
 from nanoengine.errors import EngineError  # noqa: E402
 from nanoengine.loading.gguf.convert import convert_gguf  # noqa: E402
 
@@ -173,9 +173,10 @@ def outcome(path: Path, peer: Peer, tolerance: float) -> Outcome:
     return Outcome("equal" if by <= tolerance else "differs", f"{by:.1e}")
 
 
-def row_of(name: str, case: Case, python: str) -> Row:
+def row_of(name: str, python: str) -> Row:
     """The counts of one model, and each change that is not as it must be, or is known."""
     torch.set_num_threads(1)
+    case = cases()[name]
     peer, counts = Peer(python), Counter[str]()
     row: Row = {"model": name, "wrong": [], "known": []}
     made: list[GGUFModel] = []
@@ -211,11 +212,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results there, too")
     arguments = parser.parse_args()
     # Codes, and what differs as it is, would say nothing of keys.
-    chosen = {name: case for name, case in cases().items() if not case.forms and not case.known}
-    unknown = sorted(set(arguments.names) - chosen.keys())
+    chosen = [name for name, case in cases().items() if not case.forms and not case.known]
+    unknown = sorted(set(arguments.names) - set(chosen))
     if unknown:
         parser.error(f"no such row, or one that differs as it is: {', '.join(unknown)}")
-    each = [(name, chosen[name], arguments.python) for name in arguments.names or chosen]
+    each = [(name, arguments.python) for name in arguments.names or chosen]
     return print_table(row_of, each, arguments.json)
 
 

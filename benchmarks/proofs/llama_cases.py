@@ -32,7 +32,7 @@ from nanoengine.models.rope import yarn_attention_factor  # noqa: E402
 
 Change = Callable[[GGUFModel], None]
 # llama.cpp takes GELU from a table of 16 bits; numbers of 16 bits are rounded at one place more.
-EXACT, HALF_GELU, SIXTEEN_BITS = 3e-4, 1e-1, 1e-1
+EXACT, HALF_GELU, SIXTEEN_BITS = 3e-4, 1e-1, 2e-1
 # Blocks of K-quants have 256 numbers of a row.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
@@ -165,9 +165,7 @@ YARN = {
 }
 F32, BF16 = 0, 32
 FTYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K_M": 15}
-FTYPES |= {"Q5_K_M": 17, "Q6_K": 18, "BF16": 32}
-# Of these the engine makes numbers of 16 bits.
-ROUNDED_FTYPES = {"Q2_K": 10, "Q3_K_M": 12, "IQ4_NL": 25, "IQ4_XS": 30}
+FTYPES |= {"Q5_K_M": 17, "Q6_K": 18, "Q3_K_M": 12, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32}
 
 
 # Of vocabularies, by name. The models' own patterns are in tests/text/test_tokenizer.py.
@@ -250,10 +248,8 @@ def variants() -> dict[str, Case]:
     forms = FTYPES["Q4_K_M"], F32
     of_laguna = with_settings(**own_factor)
     found["laguna in Q4_K_M"] = Case("laguna", wide, of_laguna, forms=forms)
-    for name, ftype in ROUNDED_FTYPES.items():
-        found[f"llama in {name}"] = Case(
-            "llama", WIDE, tolerance=SIXTEEN_BITS, forms=(ftype, BF16, F32)
-        )
+    # Of Q2_K the engine makes numbers of 16 bits; such a file's tensors in Q3_K stay exact.
+    found["llama in Q2_K"] = Case("llama", WIDE, tolerance=SIXTEEN_BITS, forms=(10, BF16, F32))
     return found
 
 

@@ -105,7 +105,7 @@ class EngineConfig:
     "ascend", "sdpa" and "torch", on a CPU of "c" and "torch" ("sdpa" on request). The split of a
     context into chunks changes the bits of "flash-attn", "varlen", "ascend" and "sdpa" only.
     quantization: None: checkpoints that are packed (AWQ, GPTQ, FP8, MXFP4, NVFP4, NF4) stay so, and
-    a GGUF keeps its codes, Q4_0 to Q6_K, embeddings and head, too, where kernels take
+    a GGUF keeps its codes of 3 to 8 bits, embeddings and head, too, where kernels take
     them. "gguf" insists on these; "none" makes numbers of all codes. "int8",
     which is lossy, makes Q8_0 of weights: layers, embeddings and head.
     activation_dtype: None, or lossy: "int8" rounds rows to 8 bits, with a scale for each 32 values,

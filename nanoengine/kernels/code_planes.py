@@ -50,11 +50,13 @@ _FIELDS = {
     "FP8": _Fields(slice(0, 4), slice(4, 36)),
     "NVFP4": _Fields(slice(4, 8), slice(8, 40), scales=slice(0, 4)),
     "NF4": _Fields(slice(0, 4), slice(4, 36)),
+    "IQ4_NL": _Fields(slice(0, 2), slice(2, 18)),
+    "IQ4_XS": _Fields(slice(0, 4), slice(8, 136), scales=slice(4, 8)),
 }
 IN_BYTES = ("Q8_0", "INT8", "FP8")  # whose codes are bytes with a sign
 IN_SIX_BITS = ("Q4_K", "Q5_K")  # whose scales are
 IN_32_BITS = ("FP8", "NVFP4", "NF4")  # whose one number of a block is
-OF_256 = ("Q4_K", "Q5_K", "Q6_K")  # weights of a block
+OF_256 = ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # weights of a block
 _LANES = 16  # weights side by side for few rows: the inputs of one instruction
 
 
@@ -69,7 +71,8 @@ class CodePlanes:
     words of the fifth of 256, the last ones filled up, or of Q6_K the fifth and sixth of 128.
     halves: words of the two numbers of 16 bits of a block (IN_32_BITS: the one of 32), or where it
     has one, of two blocks (of Q6_K, of two outputs). scales: 3 words for a block of Q4_K or Q5_K,
-    see `_six_bits`, or words of the scales of 64 weights of Q6_K or NVFP4, 8 bits each.
+    see `_six_bits`, words of the scales of 64 weights of Q6_K or NVFP4, 8 bits each, or one of the
+    lower 4 bits of those of a block of IQ4_XS, whose upper 2 bits are the second half.
     """
 
     format: str

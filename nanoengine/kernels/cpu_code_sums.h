@@ -26,7 +26,8 @@ enum { GROUP_PAIRS = GROUP / 2, SUM_ROWS = 6 };
 /* Whether a format is multiplied so in vectors. */
 INLINE int is_summed(int format) {
     switch (format) {
-    case Q4_0: case Q4_1: case Q4_K: case MXFP4: case INT4: case Q5_0: case Q5_1: case Q5_K: case Q6_K:
+    case Q4_0: case Q4_1: case Q4_K: case MXFP4: case INT4: case IQ4_NL: case IQ4_XS:
+    case Q5_0: case Q5_1: case Q5_K: case Q6_K:
         return MODE == BF16_PAIRS && HAVE_PAIRS;
     default: return 0;
     }
@@ -260,7 +261,7 @@ typedef void multiply_sums_t(const summed_t *, float *);
                 [2] = {sum_##format##_2_32, sum_##format##_2_64},                                   \
                 [4] = {sum_##format##_4_32}, [6] = {sum_##format##_6_32}},
 #if WITH_CODES
-#define EACH_SUMMED(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K)
+#define EACH_SUMMED(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(IQ4_NL) f(IQ4_XS) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K)
 #else
 #define EACH_SUMMED(f)
 #endif

@@ -22,7 +22,8 @@
 #include "cpu_vectors.h"
 
 enum { PANEL = 64, GROUP = 32 };
-enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, FP8, NVFP4, NF4, BF16, F16, BF12, FORMATS };
+enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, FP8, NVFP4, NF4, IQ4_NL, IQ4_XS,
+       BF16, F16, BF12, FORMATS };
 
 typedef struct { /* of a block: weights; halves and words, and the bytes where each begin in the file */
     int64_t weights, halves, words, halves_at, words_at;
@@ -32,7 +33,8 @@ static const format_t FORMAT[FORMATS] = {
     [Q5_1] = {32, 2, 5, 0, 4},  [Q8_0] = {32, 1, 8, 0, 2},    [Q4_K] = {256, 2, 35, 0, 4},
     [Q5_K] = {256, 2, 43, 0, 4}, [Q6_K] = {256, 1, 52, 208, 0}, [MXFP4] = {32, 1, 4, 0, 1},
     [INT4] = {32, 2, 4, 0, 4},  [INT8] = {32, 2, 8, 0, 4},    [FP8] = {32, 0, 9, 0, 0},
-    [NVFP4] = {64, 0, 10, 0, 0}, [NF4] = {64, 0, 9, 0, 0},    [BF16] = {32, 0, 16, 0, 0},
+    [NVFP4] = {64, 0, 10, 0, 0}, [NF4] = {64, 0, 9, 0, 0},    [IQ4_NL] = {32, 1, 4, 0, 2},
+    [IQ4_XS] = {256, 2, 33, 0, 4}, [BF16] = {32, 0, 16, 0, 0},
     [F16] = {32, 0, 16, 0, 0},
 };
 INLINE int64_t block_bytes(int format) { return 2 * FORMAT[format].halves + 4 * FORMAT[format].words; }
@@ -72,11 +74,11 @@ INLINE vf half(block_t b, int64_t i) {
     return from_float16(x);
 }
 
-/* The bfloat16 scale of MXFP4. */
-INLINE vf power(block_t b) {
+/* The bits of a half. */
+INLINE vu half_bits(block_t b, int64_t i) {
     vh x;
-    memcpy(&x, b.halves, sizeof x);
-    return (vf)(__builtin_convertvector(x, vu) << 16);
+    memcpy(&x, b.halves + i * 2 * PANEL, sizeof x);
+    return __builtin_convertvector(x, vu);
 }
 
 /* Signed byte n of the lanes, as numbers. */
@@ -143,7 +145,7 @@ INLINE scales_t scales_of(block_t b, int64_t g, const int format) {
         UNROLL for (int i = 0; i < 2; i++) s.d[i] = scale_of_four(b, 2 * (int)g + i);
         return s;
     }
-    s.d[0] = format == MXFP4 ? power(b) : half(b, 0);
+    s.d[0] = format == MXFP4 ? (vf)(half_bits(b, 0) << 16) : half(b, 0); /* a bfloat16 */
     if (format == Q4_1 || format == Q5_1) {
         s.m[0] = half(b, 1);
     } else if (format == Q4_K || format == Q5_K) {
@@ -152,6 +154,9 @@ INLINE scales_t scales_of(block_t b, int64_t g, const int format) {
         s.d[0] *= scale, s.m[0] = -(half(b, 1) * minimum);
     } else if (format == INT4 || format == INT8) {
         s.m[0] = -(s.d[0] * half(b, 1));
+    } else if (format == IQ4_XS) { /* of 6 bits, the upper two in the second half */
+        const vu low = word(b, 0) >> (int)(4 * g) & 15, high = half_bits(b, 1) >> (int)(2 * g) & 3;
+        s.d[0] *= __builtin_convertvector((vi)(low | high << 4) - 32, vf);
     } else {
         s.m[0] = s.d[0] * (format == Q4_0 ? -8.0f : format == Q5_0 ? -16.0f : 0.0f);
     }
@@ -182,11 +187,13 @@ INLINE vu four_codes(block_t b, int64_t g, const int h, int i, const int format)
     case Q4_0:
     case MXFP4:
     case INT4:
+    case IQ4_NL:
     case Q4_1: return word(b, i) >> (4 * h);
     case INT8:
     case Q8_0: return word(b, at);
     case FP8: return word(b, 1 + at);
     case NVFP4: return word(b, 2 + 4 * g + i) >> (4 * h);
+    case IQ4_XS:
     case NF4: return word(b, 1 + 4 * g + i) >> (4 * h);
     case Q4_K: return word(b, 3 + g / 2 * 8 + at) >> (int)(4 * odd);
     case Q5_K:
@@ -222,6 +229,21 @@ INLINE vf e2m1(vu x) {
 #endif
 }
 
+/* One of 16 numbers, by the lower 4 bits. */
+INLINE vf one_of_16(vu x, const float *numbers) {
+#if LANES == 16
+    return (vf)_mm512_permutexvar_ps((__m512i)x, _mm512_loadu_ps(numbers));
+#elif LANES == 8 && defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(numbers), (__m256i)x);
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(numbers + 8), (__m256i)x);
+    return (vf)_mm256_blendv_ps(low, high, (__m256)(x << 28));
+#else
+    vf y;
+    for (int i = 0; i < LANES; i++) y[i] = numbers[x[i] & 15];
+    return y;
+#endif
+}
+
 /* The levels of NF4 (bitsandbytes): quantiles of a normal distribution. */
 INLINE vf nf4(vu x) {
     static const float levels[16] = {
@@ -230,18 +252,16 @@ INLINE vf nf4(vu x) {
         0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
         0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
     };
-#if LANES == 16
-    return (vf)_mm512_permutexvar_ps((__m512i)x, _mm512_loadu_ps(levels));
-#elif LANES == 8 && defined(__AVX2__)
-    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), (__m256i)x);
-    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels + 8), (__m256i)x);
-    return (vf)_mm256_blendv_ps(low, high, (__m256)(x << 28));
-#else
-    vf y;
-    for (int i = 0; i < LANES; i++) y[i] = levels[x[i] & 15];
-    return y;
-#endif
+    return one_of_16(x, levels);
 }
+
+/* Those of IQ4_NL and IQ4_XS: 8 bits with a sign (ggml-common.h). */
+#define IQ4_LEVELS -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
+INLINE vf iq4(vu x) {
+    static const float levels[16] = {IQ4_LEVELS};
+    return one_of_16(x, levels);
+}
+INLINE int is_iq4(const int format) { return format == IQ4_NL || format == IQ4_XS; }
 
 /* Code n of the four as a number. */
 INLINE vf code(vu four, int n, const int format) {
@@ -250,6 +270,7 @@ INLINE vf code(vu four, int n, const int format) {
     const vu x = four >> (8 * n);
     if (format == MXFP4 || format == NVFP4) return e2m1(x);
     if (format == NF4) return nf4(x);
+    if (is_iq4(format)) return iq4(x);
     const int bits = format == Q6_K ? 6 : format == Q5_0 || format == Q5_1 || format == Q5_K ? 5 : 4;
 #if LANES == 16 /* a look-up reads as many bits as its table needs */
     const __m512 low = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -343,7 +364,7 @@ INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64
 #endif
 #if WITH_CODES && MODE == F32
 #define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) \
-    f(MXFP4) f(INT4) f(INT8) f(FP8) f(NVFP4) f(NF4) EACH_NUMBERS(f)
+    f(MXFP4) f(INT4) f(INT8) f(FP8) f(NVFP4) f(NF4) f(IQ4_NL) f(IQ4_XS) EACH_NUMBERS(f)
 #elif WITH_CODES /* the others: cpu_code_sums.h */
 #define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) EACH_NUMBERS(f)
 #else /* they take long to compile */

@@ -41,7 +41,7 @@ INLINE int64_t left_bytes(int format) { return HALF_PANEL * GROUP / 8 * bits_of(
 
 /* The words of a block that hold scales, not codes: [first, last). */
 INLINE int64_t first_scale(int format) { return format == Q6_K ? 48 : 0; }
-INLINE int64_t last_scale(int format) { return format == Q6_K ? 52 : format == Q4_K || format == Q5_K ? 3 : 0; }
+INLINE int64_t last_scale(int format) { return format == Q6_K ? 52 : format == Q4_K || format == Q5_K ? 3 : format == IQ4_XS; }
 
 /* Where the codes of group g of half a panel of a block are. */
 INLINE int64_t codes_at(int64_t g, int64_t half, const int format) {
@@ -56,6 +56,7 @@ INLINE unsigned code_in_file(const uint8_t *codes, int64_t g, int64_t k, int for
     case Q8_0:
     case INT8: return codes[k];
     case Q4_K: return codes[g / 2 * GROUP + k] >> (4 * (g % 2)) & 15;
+    case IQ4_XS: return codes[g * 16 + k % 16] >> (4 * (k / 16)) & 15;
     case Q5_K:
         low = codes[GROUP + g / 2 * GROUP + k] >> (4 * (g % 2)) & 15, high = codes[k] >> g & 1;
         break;
@@ -275,7 +276,8 @@ INLINE void look_up(const char *panel, int64_t group, int64_t half, char *to, co
         pack_left_of(blocks, count, panel, column, format);                                         \
     }
 #if WITH_CODES
-#define EACH_LEFT(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K) f(Q8_0) f(INT8)
+#define EACH_LEFT(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(IQ4_NL) f(IQ4_XS) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K) \
+    f(Q8_0) f(INT8)
 #else
 #define EACH_LEFT(f)
 #endif

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.triton_code_kernels import _e2m1, _e4m3, _nf4
+from nanoengine.kernels.triton_code_kernels import _e2m1, _e4m3, _iq4, _nf4
 
 
 @triton.jit
@@ -31,6 +31,8 @@ def _number(code, zero, dtype: tl.constexpr, FORMAT: tl.constexpr):
         number = _e2m1(code)
     elif FORMAT == "NF4":
         number = _nf4(code)
+    elif FORMAT == "IQ4_NL" or FORMAT == "IQ4_XS":
+        number = _iq4(code)
     else:
         number = code.to(tl.float32) - zero
     return number.to(dtype)
@@ -129,12 +131,17 @@ def _packed_e4m3(word):
     )  # fmt: skip
 
 
-@triton.jit
-def _packed_levels(word):
-    """The levels of NF4 as bfloat16: prmt looks up their bytes, among 8 at a time."""
-    return tl.inline_asm_elementwise(
-        """
-        {
+def _look_up(low: tuple[str, ...], high: tuple[str, ...]) -> tl.constexpr:
+    """PTX that looks up the lower and the upper bytes of 16 numbers: prmt, among 8 at a time."""
+
+    def of_four(made: str, mask: str, codes: str, words: tuple[str, ...]) -> str:
+        return f"""
+        prmt.b32 a, {words[0]}, {words[1]}, {codes};
+        prmt.b32 b, {words[2]}, {words[3]}, {codes};
+        lop3.b32 {made}, {mask}, b, a, 0xCA;"""
+
+    return tl.constexpr(f"""
+        {{
         .reg .b32 s0, s1, m0, m1, a, b, l0, h0, l1, h1, p, q, r, t;
         and.b32 s0, $4, 0x77777777;
         shr.b32 s1, s0, 16;
@@ -143,18 +150,10 @@ def _packed_levels(word):
         prmt.b32 m0, 0, -1, t;
         shr.b32 t, t, 16;
         prmt.b32 m1, 0, -1, t;
-        prmt.b32 a, 0xca063280, 0x00ba3d92, s0;
-        prmt.b32 b, 0xad7c25a3, 0x803910e2, s0;
-        lop3.b32 l0, m0, b, a, 0xCA;
-        prmt.b32 a, 0xbebfbfbf, 0x00bdbebe, s0;
-        prmt.b32 b, 0x3e3e3e3d, 0x3f3f3f3e, s0;
-        lop3.b32 h0, m0, b, a, 0xCA;
-        prmt.b32 a, 0xca063280, 0x00ba3d92, s1;
-        prmt.b32 b, 0xad7c25a3, 0x803910e2, s1;
-        lop3.b32 l1, m1, b, a, 0xCA;
-        prmt.b32 a, 0xbebfbfbf, 0x00bdbebe, s1;
-        prmt.b32 b, 0x3e3e3e3d, 0x3f3f3f3e, s1;
-        lop3.b32 h1, m1, b, a, 0xCA;
+        {of_four("l0", "m0", "s0", low)}
+        {of_four("h0", "m0", "s0", high)}
+        {of_four("l1", "m1", "s1", low)}
+        {of_four("h1", "m1", "s1", high)}
         prmt.b32 p, l0, h0, 0x5140;
         prmt.b32 q, l0, h0, 0x7362;
         prmt.b32 r, l1, h1, 0x5140;
@@ -163,10 +162,26 @@ def _packed_levels(word):
         prmt.b32 $1, p, r, 0x7632;
         prmt.b32 $2, q, t, 0x5410;
         prmt.b32 $3, q, t, 0x7632;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r", [word], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True, pack=2,
+        }}
+        """)
+
+
+_NF4_LEVELS = _look_up(
+    ("0xca063280", "0x00ba3d92", "0xad7c25a3", "0x803910e2"),
+    ("0xbebfbfbf", "0x00bdbebe", "0x3e3e3e3d", "0x3f3f3f3e"),
+)
+_IQ4_LEVELS = _look_up(
+    ("0x82a6d0fe", "0x20b00c44", "0x18c85080", "0xe2b28a54"),
+    ("0xc2c2c2c2", "0xc1c1c2c2", "0x4241413f", "0x42424242"),
+)
+
+
+@triton.jit
+def _packed_levels(word, LEVELS: tl.constexpr):
+    """Those of NF4, rounded, or of IQ4_NL as bfloat16."""
+    return tl.inline_asm_elementwise(
+        LEVELS, "=&r,=&r,=&r,=&r,r", [word],
+        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
 
@@ -236,7 +251,9 @@ def _packed_integers(word, early, late):
 def _packed_fields(word, zeros, FORMAT: tl.constexpr):
     """`_fields` as bfloat16, two in a register."""
     if FORMAT == "NF4":
-        fields = _packed_levels(word)
+        fields = _packed_levels(word, _NF4_LEVELS)
+    elif FORMAT == "IQ4_NL" or FORMAT == "IQ4_XS":
+        fields = _packed_levels(word, _IQ4_LEVELS)
     elif FORMAT == "MXFP4" or FORMAT == "NVFP4":
         fields = _packed_e2m1(word)
     else:

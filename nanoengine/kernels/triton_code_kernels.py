@@ -30,7 +30,7 @@ def _e4m3(code):
 
 @triton.jit
 def _nf4(code):
-    """The levels of NF4, chosen by one bit of the code after the other."""
+    """The levels of NF4."""
     is_odd = (code & 1) != 0
     a = tl.where(is_odd, -0.6961928009986877, -1.0)
     b = tl.where(is_odd, -0.39491748809814453, -0.5250730514526367)
@@ -40,6 +40,24 @@ def _nf4(code):
     f = tl.where(is_odd, 0.33791524171829224, 0.24611230194568634)
     g = tl.where(is_odd, 0.5626170039176941, 0.44070982933044434)
     h = tl.where(is_odd, 1.0, 0.7229568362236023)
+    return _one_of_eight(code, (a, b, c, d, e, f, g, h))
+
+
+@triton.jit
+def _iq4(code):
+    """The levels of IQ4_NL and IQ4_XS."""
+    is_odd = (code & 1) != 0
+    a, b = tl.where(is_odd, -104.0, -127.0), tl.where(is_odd, -65.0, -83.0)
+    c, d = tl.where(is_odd, -35.0, -49.0), tl.where(is_odd, -10.0, -22.0)
+    e, f = tl.where(is_odd, 13.0, 1.0), tl.where(is_odd, 38.0, 25.0)
+    g, h = tl.where(is_odd, 69.0, 53.0), tl.where(is_odd, 113.0, 89.0)
+    return _one_of_eight(code, (a, b, c, d, e, f, g, h))
+
+
+@triton.jit
+def _one_of_eight(code, levels):
+    """By one bit of the code after the other, from the second on."""
+    a, b, c, d, e, f, g, h = levels
     is_second = (code & 2) != 0
     a, b = tl.where(is_second, b, a), tl.where(is_second, d, c)
     c, d = tl.where(is_second, f, e), tl.where(is_second, h, g)
@@ -73,6 +91,18 @@ def _words(plane, n, is_output, at, stride, PER: tl.constexpr, C: tl.constexpr, 
         other = tl.load(first + row * stride + n, mask=is_output & is_left, other=0)[:, None]
         found = tl.where(which == row, other, found)
     return found
+
+
+@triton.jit
+def _scale_of_levels(
+    halves, scales, n, is_output, at, stride, C: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """Of IQ4_XS, for each word of C codes, float32: 6 bits less 32, the upper two beside a half."""
+    group = ((at[2] % 256 // 8 + tl.arange(0, K // C)) // 4)[None, :]
+    both = _words(halves, n, is_output, at, stride, 256, C, K)
+    low = _words(scales, n, is_output, at, stride, 256, C, K)
+    scale = (low >> 4 * group & 15 | (both >> 16 + 2 * group & 3) << 4) - 32
+    return _half(both) * scale.to(tl.float32)
 
 
 @triton.jit
@@ -180,6 +210,9 @@ def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.const
     elif FORMAT == "NF4":
         d = _words(halves, n, is_output, at, stride, 64, C, K).to(tl.float32, bitcast=True)
         weights = d[:, :, None] * _nf4(code)
+    elif FORMAT == "IQ4_XS":
+        d = _scale_of_levels(halves, scales, n, is_output, at, stride, C, K)
+        weights = d[:, :, None] * _iq4(code)
     else:
         half = _words(halves, n, is_output, at, stride, 64, C, K) >> (w * C // 32 % 2 * 16)[None, :]
         if FORMAT == "MXFP4":
@@ -188,6 +221,8 @@ def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.const
             weights = _half(half)[:, :, None] * (number - 8.0)
         elif FORMAT == "Q5_0":
             weights = _half(half)[:, :, None] * (number - 16.0)
+        elif FORMAT == "IQ4_NL":
+            weights = _half(half)[:, :, None] * _iq4(code)
         else:
             weights = _half(half)[:, :, None] * number
     return tl.reshape(weights, [n.shape[0], K])

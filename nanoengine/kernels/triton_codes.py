@@ -39,8 +39,9 @@ _SLAB = 4096
 _OF_64 = {8: (64, 2, 1, 4), 16: (128, 4, 1, 4), 32: (128, 4, 1, 4), 64: (128, 8, 1, 4)}
 _OF_256 = {8: (64, 2, 4, 3), 16: (64, 2, 4, 2), 32: (64, 4, 4, 2), 64: (64, 4, 4, 2)}
 _FEW = dict.fromkeys(FORMATS, _OF_64) | dict.fromkeys(OF_256, _OF_256)
-# Fifth bits lie in steps of 256, too, and 64 outputs of Q5_0 would not fit the registers.
+# Fifth bits lie in steps of 256, too. 64 outputs of these would not fit the registers.
 _FEW |= dict.fromkeys(("Q5_0", "Q5_1"), _OF_256 | {64: (32, 2, 4, 2)})
+_FEW |= {"IQ4_XS": _OF_256 | {64: (32, 4, 4, 2)}}
 MOST_IN_PARTS = 64  # rows of a result, up to which the spans are programs of their own
 # Spans are made until there are so many programs for few rows, or spans; none is shorter than
 # _LEAST_SPAN inputs.

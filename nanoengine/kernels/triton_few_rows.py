@@ -37,6 +37,9 @@ def _first_words(expert, inputs, stride, FORMAT: tl.constexpr):
     elif FORMAT == "Q4_K" or FORMAT == "Q5_K":
         halves = place * (inputs // 256)
         scales = halves * 3
+    elif FORMAT == "IQ4_XS":
+        halves = place * (inputs // 256)
+        scales = halves
     elif FORMAT == "Q4_1" or FORMAT == "Q5_1" or IS_PACKED or FORMAT == "FP8":
         halves = place * (inputs // 32)
     return codes, high, halves, scales
@@ -95,7 +98,8 @@ def _weights(
 @triton.jit
 def _shared(halves, high, scales, k, n, is_held, stride, FORMAT: tl.constexpr):
     """What 256 inputs from k share: first the high bits, of Q6_K of either half. Last the word of
-    the numbers of 16 bits of Q6_K, Q4_K and Q5_K; before it of these, three of scales of 6 bits.
+    the numbers of 16 bits of Q6_K, Q4_K, Q5_K and IQ4_XS; before it of the last three, three or one
+    of scales of 6 bits.
     """
     if FORMAT == "Q6_K":
         to = halves + k // 256 * (stride // 2) + n // 2
@@ -113,6 +117,10 @@ def _shared(halves, high, scales, k, n, is_held, stride, FORMAT: tl.constexpr):
         if FORMAT == "Q5_K":
             fifth = _high_words(high, k, n, is_held, stride, FORMAT)
         return fifth, low, middle, above, both
+    elif FORMAT == "IQ4_XS":
+        at = k // 256 * stride + n
+        low = tl.load(scales + at, mask=is_held, other=0)
+        return low, tl.load(halves + at, mask=is_held, other=0)
     elif FORMAT == "Q5_0" or FORMAT == "Q5_1":
         return (_high_words(high, k, n, is_held, stride, FORMAT),)
     else:

@@ -20,7 +20,7 @@ def _scale_words(halves, scales, k, n, is_held, stride, FORMAT: tl.constexpr):
         return word, tl.load(to + stride, mask=is_held, other=0)
     elif FORMAT == "Q6_K":
         return (tl.load(scales + k // 64 * stride + n, mask=is_held, other=0),)
-    elif FORMAT == "Q4_K" or FORMAT == "Q5_K":
+    elif FORMAT == "Q4_K" or FORMAT == "Q5_K" or FORMAT == "IQ4_XS":
         return (k,)
     else:
         word = tl.load(halves + k // 64 * stride + n, mask=is_held, other=0)
@@ -64,6 +64,18 @@ def _times_six_bits(part, weights, rows, shared, GROUP: tl.constexpr):
     scale, minimum = _six_bits(shared, GROUP * 8 + 4)
     part += (_half(both) * scale)[:, None] * _two(c, d, xc, xd)
     part -= (_half(both >> 16) * minimum)[:, None] * _two(ones, ones, xc, xd)
+    return part
+
+
+@triton.jit
+def _times_levels(part, weights, rows, low, both, GROUP: tl.constexpr):
+    """part and 64 inputs of IQ4_XS: scales of 32 inputs, whose upper bits are beside the half."""
+    a, b, c, d = weights
+    xa, xb, xc, xd = rows
+    scale = (low >> GROUP * 8 & 15 | (both >> 16 + GROUP * 4 & 3) << 4) - 32
+    part += (_half(both) * scale.to(tl.float32))[:, None] * _two(a, b, xa, xb)
+    scale = (low >> GROUP * 8 + 4 & 15 | (both >> 18 + GROUP * 4 & 3) << 4) - 32
+    part += (_half(both) * scale.to(tl.float32))[:, None] * _two(c, d, xc, xd)
     return part
 
 
@@ -116,7 +128,7 @@ def _times_words(part, weights, rows, words, FORMAT: tl.constexpr):
     elif FORMAT == "MXFP4":
         part += (word << 16).to(tl.float32, bitcast=True)[:, None] * one
         part += (word & -0x10000).to(tl.float32, bitcast=True)[:, None] * two
-    elif FORMAT == "Q4_0" or FORMAT == "Q5_0" or FORMAT == "Q8_0":
+    elif FORMAT == "Q4_0" or FORMAT == "Q5_0" or FORMAT == "Q8_0" or FORMAT == "IQ4_NL":
         part += _half(word)[:, None] * one
         part += _half(word >> 16)[:, None] * two
     else:
@@ -140,6 +152,8 @@ def _times_scales(
         part = _times_eight_bits(part, weights, rows, shared[2], words[0])
     elif FORMAT == "Q4_K" or FORMAT == "Q5_K":
         part = _times_six_bits(part, weights, rows, shared, GROUP)
+    elif FORMAT == "IQ4_XS":
+        part = _times_levels(part, weights, rows, shared[0], shared[1], GROUP)
     elif FORMAT == "NVFP4":
         part = _times_e4m3(part, weights, rows, words[0], words[1])
     else:

@@ -31,8 +31,12 @@ FORMATS = {
     "FP8": (32, 36),
     "NVFP4": (64, 40),
     "NF4": (64, 36),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
 }
-OF_GGUF = frozenset(FORMATS) - {"INT4", "INT8", "FP8", "NVFP4", "NF4"}  # whose NVFP4 is another
+# The types of a GGUF that stay codes, and as what; its NVFP4 is another.
+OF_GGUF = {name: name for name in FORMATS if name not in ("INT4", "INT8", "FP8", "NVFP4", "NF4")}
+OF_GGUF |= {"Q3_K": "Q6_K"}
 # Bytes of a block in memory: kernels hold the scale of MXFP4 in 16 bits.
 HELD_BYTES = {name: num_bytes for name, (_, num_bytes) in FORMATS.items()} | {"MXFP4": 18}
 INTEGERS = {"INT4": 4, "INT8": 8}  # the bits of a code; INT8's are signed

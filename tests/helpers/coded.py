@@ -22,9 +22,9 @@ from nanoengine.models.stored_codes import (
 
 # Bytes of a block where its float16 numbers are.
 HALVES: dict[str, tuple[int, ...]] = {
-    name: (0,) if name in ("Q4_0", "Q5_0", "Q8_0") else (0, 2) for name in FORMATS
+    name: (0,) if name in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL") else (0, 2) for name in FORMATS
 }
-HALVES |= {"Q6_K": (208,), "INT4": (0,), "INT8": (0,)}
+HALVES |= {"Q6_K": (208,), "INT4": (0,), "INT8": (0,), "IQ4_XS": (0,)}
 HALVES |= dict.fromkeys(("MXFP4", "FP8", "NVFP4", "NF4"), ())
 
 

@@ -290,7 +290,10 @@ def test_tiles_hold_rows_of_one_expert_each(compared: int, monkeypatch: pytest.M
     ("formats", "capabilities"),
     [
         pytest.param("Q4_0", "89", marks=pytest.mark.breadth),
-        pytest.param(",".join(FORMATS), "80,89,90,120", marks=pytest.mark.slow),
+        *(
+            pytest.param(",".join(formats), "80,89,90,120", marks=pytest.mark.slow)
+            for formats in ([*FORMATS][:8], [*FORMATS][8:])
+        ),
     ],
 )
 def test_all_compile_for_a_gpu(formats: str, capabilities: str) -> None:
