@@ -53,7 +53,8 @@ def row_of(tiny: str, num_several: int, seed: int) -> Row:
             if change.how == "set" and found.kind in ("equal", "refused"):
                 good.append(change)
             if found.kind in ("differs", "fails"):
-                row["known" if change.known else "wrong"].append(_told(change, found))
+                is_known = found.kind == "differs" and change.known
+                row["known" if is_known else "wrong"].append(_told(change, found))
     return row | {"counts": counts}
 
 
