@@ -24,8 +24,9 @@ _ROWS_AT_ONCE = 4096
 @dataclass(frozen=True, slots=True)
 class _Fields:
     """The bytes of a block where each field begins and ends. halves: numbers of 16 bits (MXFP4: a
-    power of two, of 8; IN_32_BITS: one of 32); codes: the lowest 4 bits of each weight, or all 8,
-    and `run` the weights whose halves of a byte lie side by side; high: the others.
+    power of two, of 8; IN_32_BITS: one of 32); codes: the lowest 4 bits of each weight, 2 of
+    IN_TWO_BITS, or all 8, and `run` the weights whose halves of a byte lie side by side; high: the
+    others.
     """
 
     halves: slice
@@ -52,11 +53,14 @@ _FIELDS = {
     "NF4": _Fields(slice(0, 4), slice(4, 36)),
     "IQ4_NL": _Fields(slice(0, 2), slice(2, 18)),
     "IQ4_XS": _Fields(slice(0, 4), slice(8, 136), scales=slice(4, 8)),
+    "Q2_K": _Fields(slice(80, 84), slice(16, 80), scales=slice(0, 16)),
+    "Q3_K": _Fields(slice(108, 110), slice(32, 96), high=slice(0, 32), scales=slice(96, 108)),
 }
 IN_BYTES = ("Q8_0", "INT8", "FP8")  # whose codes are bytes with a sign
 IN_SIX_BITS = ("Q4_K", "Q5_K")  # whose scales are
 IN_32_BITS = ("FP8", "NVFP4", "NF4")  # whose one number of a block is
-OF_256 = ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # weights of a block
+IN_TWO_BITS = ("Q2_K", "Q3_K")  # whose lowest bits of a code are two
+OF_256 = ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS", *IN_TWO_BITS)  # weights of a block
 _LANES = 16  # weights side by side for few rows: the inputs of one instruction
 
 
@@ -66,13 +70,14 @@ class CodePlanes:
     another. A word holds fields of neighbouring weights, the first one lowest.
 
     codes: words of 8 weights, 4 bits each, or of 4 bytes. If inputs are a multiple of 64, int16:
-    16 words hold 64 weights of 4 bits or 32 bytes, each word every 16th of them, and the block of
-    a NaN is NaN. high: words of the fifth bits of 32 weights; beside codes in int16, int16 too: 16
-    words of the fifth of 256, the last ones filled up, or of Q6_K the fifth and sixth of 128.
-    halves: words of the two numbers of 16 bits of a block (IN_32_BITS: the one of 32), or where it
-    has one, of two blocks (of Q6_K, of two outputs). scales: 3 words for a block of Q4_K or Q5_K,
-    see `_six_bits`, words of the scales of 64 weights of Q6_K or NVFP4, 8 bits each, or one of the
-    lower 4 bits of those of a block of IQ4_XS, whose upper 2 bits are the second half.
+    16 words hold 64 weights of 4 bits, 128 of 2 or 32 bytes, each word every 16th of them, and the
+    block of a NaN is NaN. high: words of the fifth bits of 32 weights; beside codes in int16, int16
+    too: 16 words of the fifth of 256 (of Q3_K, the third), the last ones filled up, or of Q6_K the
+    fifth and sixth of 128. halves: words of the two numbers of 16 bits of a block (IN_32_BITS: the
+    one of 32), or where it has one, of two blocks (of Q3_K and Q6_K, of two outputs). scales: 3
+    words for a block of Q4_K or Q5_K, see `_six_bits`, or of Q3_K, see `_sixteen`, words of the
+    scales of 64 weights of Q2_K, Q6_K or NVFP4, 8 bits each (of Q2_K 4, then 4 of the minimum), or
+    one of the lower 4 bits of those of a block of IQ4_XS, whose upper 2 bits are the second half.
     """
 
     format: str
@@ -120,8 +125,12 @@ def _pieces(name: str, rows: Tensor) -> dict[str, Tensor]:
     """Each plane of some rows, [outputs, rows of the plane], by its name in CodePlanes."""
     fields, blocks = _FIELDS[name], rows.view(len(rows), -1, FORMATS[name][1])
     codes = blocks[..., fields.codes]
-    bits = 8 if name in IN_BYTES else 4
-    values = codes.flatten(1) if bits == 8 else _low(codes, fields.run)
+    if name in IN_BYTES:
+        bits, values = 8, codes.flatten(1)
+    elif name in IN_TWO_BITS:
+        bits, values = 2, _twos(codes)
+    else:
+        bits, values = 4, _low(codes, fields.run)
     is_in_lanes = values.shape[1] % 64 == 0
     if is_in_lanes:
         words = _in_lanes(values, bits)
@@ -140,7 +149,8 @@ def _pieces(name: str, rows: Tensor) -> dict[str, Tensor]:
             pieces["high"] = _packed(high, 1)
     if fields.scales is not None:
         scales = blocks[..., fields.scales]
-        pieces["scales"] = _six_bits(scales) if name in IN_SIX_BITS else _as_words(scales)
+        makes = _six_bits if name in IN_SIX_BITS else _sixteen if name == "Q3_K" else _as_words
+        pieces["scales"] = makes(scales)
     return pieces
 
 
@@ -162,12 +172,28 @@ def _low(codes: Tensor, run: int) -> Tensor:
 def _high(name: str, held: Tensor) -> Tensor:
     """The bits above these."""
     if name == "Q6_K":
-        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=held.device)[:, None]
-        return torch.flatten(held.reshape(*held.shape[:2], 2, 1, 32) >> shifts & 3, 1)
+        return _twos(held)
     shifts = torch.arange(8, dtype=torch.uint8, device=held.device)
-    if name == "Q5_K":
+    if name in ("Q3_K", "Q5_K"):
         return torch.flatten(held.unsqueeze(2) >> shifts[:, None] & 1, 1)
     return torch.flatten(held.unsqueeze(3) >> shifts & 1, 1)
+
+
+def _twos(held: Tensor) -> Tensor:
+    """Two bits of each weight of a block of 256, [outputs, inputs]."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=held.device)[:, None]
+    return torch.flatten(held.reshape(*held.shape[:2], -1, 1, 32) >> shifts & 3, 1)
+
+
+def _sixteen(held: Tensor) -> Tensor:
+    """16 scales of 6 bits as three words: the lower 4 bits of 8, those of the others, and the upper
+    2 bits of all.
+    """
+    low, high = torch.split(held, [8, 4], dim=2)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=held.device)[:, None]
+    lower = _packed(torch.cat((low & 15, low >> 4), dim=2).flatten(1), 4)
+    upper = _packed(torch.flatten(high.unsqueeze(2) >> shifts & 3, 1), 2)
+    return torch.cat((lower.view(len(lower), -1, 2), upper[..., None]), dim=2).flatten(1)
 
 
 def _six_bits(held: Tensor) -> Tensor:
@@ -201,6 +227,6 @@ def _halves(name: str, held: Tensor) -> Tensor:
         halves.masked_fill_(halves == 0, 0x40).masked_fill_(halves == 255 << 7, 0x7FC0)
     else:
         halves = held.contiguous().flatten(1).view(torch.int16)
-    if name == "Q6_K":  # becomes words across outputs
+    if name in ("Q3_K", "Q6_K"):  # becomes words across outputs
         return halves
     return functional.pad(halves, (0, halves.shape[1] % 2)).view(torch.int32)

@@ -2,7 +2,7 @@
  * integers are exact, and an output is the same chain over its groups: it has the bits that vectors give.
  *
  * A tile holds the codes of 16 outputs as bytes_of has them, but without the bias, for here both sides have signs. Of
- * Q6_K, where half a group has its own scale, each half is a tile, in which the other half is 0.
+ * Q2_K, Q3_K and Q6_K, where half a group has its own scale, each half is a tile, in which the other half is 0.
  */
 #ifndef NANOENGINE_CPU_BYTE_TILES_H
 #define NANOENGINE_CPU_BYTE_TILES_H
@@ -14,7 +14,7 @@ enum { TILED_GROUPS = 8, TILES = PANEL / TILE_COLUMNS }; /* groups that are tile
 
 typedef struct { /* groups of up to a panel of outputs, and the integers of one */
     uint8_t codes[TILES][TILED_GROUPS][2][GROUP / 4][TILE_BYTES];
-    float d[TILES][TILED_GROUPS][2][TILE_COLUMNS], m[TILES][TILED_GROUPS][TILE_COLUMNS];
+    float d[TILES][TILED_GROUPS][2][TILE_COLUMNS], m[TILES][TILED_GROUPS][2][TILE_COLUMNS];
     int32_t integers[2][TILE_ROWS][TILE_COLUMNS];
 } __attribute__((aligned(64))) byte_tiles_t;
 
@@ -31,8 +31,10 @@ INLINE void fill_tile(block_t b, const int g, byte_tiles_t *t, int64_t at, int64
         store(t->codes[at][n][half][i], (vf)_mm512_sub_epi8((__m512i)codes[i], bias));
         if (halves_of(format) == 2) store(t->codes[at][n][1 - half][i], (vf){0});
     }
-    UNROLL for (int h = 0; h < halves_of(format); h++) store(t->d[at][n][h], scales.d[h]);
-    if (has_minima(format)) store(t->m[at][n], scales.m[0]);
+    UNROLL for (int h = 0; h < halves_of(format); h++) {
+        store(t->d[at][n][h], scales.d[h]);
+        if (has_minima(format)) store(t->m[at][n][h], scales.m[h]);
+    }
 }
 
 /* The groups [first, first + count), whole blocks, of the outputs [column, column + columns) of a panel. */
@@ -58,7 +60,9 @@ INLINE vf with_group(vf s, const byte_tiles_t *t, int64_t at, int64_t n, const r
         const vi integers = (vi)load((const float *)t->integers[h][r]);
         s = fused(load(t->d[at][n][h]) * x->scale, __builtin_convertvector(integers, vf), s);
     }
-    return has_minima(format) ? fused(load(t->m[at][n]), splat(x->sum), s) : s;
+    if (has_minima(format))
+        UNROLL for (int h = 0; h < halves_of(format); h++) s = fused(load(t->m[at][n][h]), splat(sum_of(x, h)), s);
+    return s;
 }
 
 /* acc[r][c] = or += up to 16 rows x by `count` groups of 16 outputs; x: a group every `stride`. Sums of `is_whole`

@@ -1,7 +1,7 @@
-/* Products with codes of 4, 5 and 6 bits in vectors, where codes are bfloat16 numbers by themselves, as small
+/* Products with codes of 2 to 6 bits in vectors, where codes are bfloat16 numbers by themselves, as small
  * integers are. So a group's codes are multiplied and added as they are, and its scale comes in once, after
  * that: no weight is made, and none is rounded. Where a group has a minimum, it comes in with the sum of the
- * row's 32 values:
+ * row's 32 values (of Q2_K, Q3_K and Q6_K a group is two, of 16 weights each):
  *
  *     out = sum over groups of d (sum of code * x) + m (sum of x)
  *
@@ -12,7 +12,9 @@
  * words has the codes of even k of a group, the upper half those of odd k, 16 of each. So one look-up by halves
  * makes a pair of bfloat16. It ignores the bits above a code's own:
  *
- *     4 bits: 4 words of 4 codes, the first one lowest
+ *     2 bits: 2 words of 8 codes, the first one lowest
+ *     3 bits: 3 words of 5 codes and a bit of the last one: codes 0 to 4; 8 to 12; 5, 6, 7, 13, 14
+ *     4 bits: 4 words of 4 codes
  *     5 bits: 5 words of 3 codes and a bit of the last one
  *     6 bits: 6 words of 2 codes and 4 bits: those of the first four are the lower bits of the last four codes,
  *             those of the others have the upper ones
@@ -27,7 +29,7 @@ enum { GROUP_PAIRS = GROUP / 2, SUM_ROWS = 6 };
 INLINE int is_summed(int format) {
     switch (format) {
     case Q4_0: case Q4_1: case Q4_K: case MXFP4: case INT4: case IQ4_NL: case IQ4_XS:
-    case Q5_0: case Q5_1: case Q5_K: case Q6_K:
+    case Q5_0: case Q5_1: case Q5_K: case Q6_K: case Q2_K: case Q3_K:
         return MODE == BF16_PAIRS && HAVE_PAIRS;
     default: return 0;
     }
@@ -36,20 +38,29 @@ INLINE int is_summed(int format) {
 /* Where the words of a group's codes begin in a panel; an output has as many in a group as a code has bits. */
 INLINE int64_t sums_at(int64_t group, const int format) {
     const int64_t per_block = FORMAT[format].weights / GROUP;
-    const int64_t scales = format == Q6_K ? 0 : last_scale(format);
+    const int64_t scales = first_scale(format) ? 0 : last_scale(format);
     return group / per_block * block_bytes(format) * PANEL + FORMAT[format].halves * 2 * PANEL +
            (scales + group % per_block * bits_of(format)) * 4 * PANEL;
 }
 
 /* ---- packing ---------------------------------------------------------------------------------- */
 
+/* The word that has code i of 16 whole, and its place there. */
+typedef struct { int word, bit; } code_place_t;
+INLINE code_place_t place_of(const int i, const int bits) {
+    const int in_word = 16 / bits;
+    if (bits == 3 && i > 12) return (code_place_t){2, 3 * (i - 10)};
+    if (bits == 3 && i > 4) return i > 7 ? (code_place_t){1, 3 * (i - 8)} : (code_place_t){2, 3 * (i - 5)};
+    return (code_place_t){i / in_word, i % in_word * bits};
+}
+
 /* Put code i of 16 into halves of words of `bits` bits. */
 INLINE void put_code(uint16_t *words, int i, unsigned code, const int bits) {
     const int in_word = 16 / bits, n = i - bits * in_word;
     if (n < 0) {
-        words[i / in_word] |= (uint16_t)(code << i % in_word * bits);
-    } else if (bits == 5) {
-        for (int w = 0; w < 5; w++) words[w] |= (uint16_t)((code >> w & 1) << 15);
+        words[place_of(i, bits).word] |= (uint16_t)(code << place_of(i, bits).bit);
+    } else if (bits != 6) {
+        for (int w = 0; w < bits; w++) words[w] |= (uint16_t)((code >> w & 1) << 15);
     } else {
         words[n] |= (uint16_t)((code & 15) << 12);
         words[4 + n / 2] |= (uint16_t)(code >> 4 << (12 + n % 2 * 2));
@@ -61,9 +72,9 @@ INLINE unsigned code_at(const char *words, int64_t half, int i, const int bits) 
     const int in_word = 16 / bits, n = i - bits * in_word;
     unsigned code = 0;
 #define HALF_WORD(w) (*(const uint16_t *)(words + (w) * 4 * PANEL + 2 * half))
-    if (n < 0) return HALF_WORD(i / in_word) >> i % in_word * bits & ((1u << bits) - 1);
+    if (n < 0) return HALF_WORD(place_of(i, bits).word) >> place_of(i, bits).bit & ((1u << bits) - 1);
     if (bits == 6) return HALF_WORD(n) >> 12 | (HALF_WORD(4 + n / 2) >> (12 + n % 2 * 2) & 3u) << 4;
-    for (int w = 0; w < 5; w++) code |= (unsigned)(HALF_WORD(w) >> 15) << w;
+    for (int w = 0; w < bits; w++) code |= (unsigned)(HALF_WORD(w) >> 15) << w;
 #undef HALF_WORD
     return code;
 }
@@ -87,17 +98,17 @@ static void pack_summed(const char *blocks, int64_t count, char *panel, int64_t 
 #if HAVE_PAIRS && MODE == BF16_PAIRS
 /* ---- codes as numbers ------------------------------------------------------------------------- */
 
-typedef struct { __m512i first, second; } numbers_t; /* of 32 codes each; of 4 bits come twice */
+typedef struct { __m512i first, second; } numbers_t; /* of 32 codes each; those of 4 bits and less come repeatedly */
 
 /* What the codes from `first` on stand for, in multiples of the scale. */
 INLINE __m512 multiples_of(int first, const int format) {
-    const int none = format == Q4_0 ? 8 : format == Q5_0 ? 16 : format == Q6_K ? 32 : 0; /* this code is 0 */
-    return (__m512)(code((vu)(IOTA + first), 0, format) - splat((float)none));
+    const vu codes = (vu)(IOTA + first) & ((1u << bits_of(format)) - 1);
+    return (__m512)(code(codes, 0, format) - splat((float)code_of_zero(format)));
 }
 INLINE numbers_t numbers_of(const int format) {
 #define NUMBERS_OF(first, more) \
     (__m512i)_mm512_cvtne2ps_pbh(multiples_of((first) + (more), format), multiples_of(first, format))
-    const int more = bits_of(format) == 4 ? 0 : LANES;
+    const int more = bits_of(format) <= 4 ? 0 : LANES;
     return (numbers_t){NUMBERS_OF(0, more), NUMBERS_OF(bits_of(format) == 6 ? 2 * LANES : 0, more)};
 }
 
@@ -109,12 +120,12 @@ INLINE vf numbers_at(const char *words, int i, numbers_t numbers, const int form
 #define WITH(x, y, mask) _mm512_ternarylogic_epi32(x, y, _mm512_set1_epi16(mask), 0xf8) /* x | y & mask */
     __m512i at;
     if (n < 0) {
-        at = MOVED(i / in_word, i % in_word * bits);
+        at = MOVED(place_of(i, bits).word, place_of(i, bits).bit);
     } else if (bits == 6) {
         at = WITH(MOVED(n, 12), MOVED(4 + n / 2, 8 + n % 2 * 2), 0x30);
     } else {
         at = MOVED(0, 15);
-        UNROLL for (int w = 1; w < 5; w++) at = WITH(at, MOVED(w, 15 - w), 1 << w);
+        UNROLL for (int w = 1; w < bits; w++) at = WITH(at, MOVED(w, 15 - w), 1 << w);
     }
     if (bits == 6) return (vf)_mm512_permutex2var_epi16(numbers.first, at, numbers.second);
     return (vf)_mm512_permutexvar_epi16(at, numbers.first);
@@ -126,22 +137,29 @@ INLINE vf numbers_at(const char *words, int i, numbers_t numbers, const int form
 /* ---- products --------------------------------------------------------------------------------- */
 
 INLINE int has_minimum(const int format) {
-    return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K || format == INT4;
+    return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K || format == Q2_K || format == INT4;
 }
 
-INLINE int64_t groups_in_vectors(int64_t groups) { return ceil_div(groups, LANES) * LANES; }
+/* How many sums of a row that has so many groups, with what fills the last vector. */
+INLINE int64_t sums_in_vectors(int64_t groups, int format) {
+    return ceil_div(groups * (1 + is_of_16(format)), LANES) * LANES;
+}
 
-/* out[r][group] = the sum of a row's 32 values in a group; a row takes groups_in_vectors(groups). */
-static void sum_rows(const char *x, int64_t x_stride, int64_t rows, int64_t groups, float *out) {
+/* out[r][i] = the sum of a row's 32 values in group i, or of the 16 in half a group; a row takes sums_in_vectors of
+ * its groups. */
+static void sum_rows(const char *x, int64_t x_stride, int64_t rows, int64_t groups, float *out, int format) {
+    const int64_t sums = groups * (1 + is_of_16(format)), bytes = 2 * GROUP * groups / sums;
+    const __mmask32 is_summed = is_of_16(format) ? 0xffff : 0xffffffff;
     const vf ones = (vf)splat_i(0x3f803f80);
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t g = 0; g < groups; g += LANES, out += LANES) {
-            vf sums[LANES];
+        for (int64_t first = 0; first < sums; first += LANES, out += LANES) {
+            vf each[LANES];
             UNROLL for (int i = 0; i < LANES; i++) {
-                const vf values = g + i < groups ? load(x + r * x_stride + (g + i) * 2 * GROUP) : (vf){0};
-                sums[i] = dot_pairs((vf){0}, values, ones);
+                const char *from = x + r * x_stride + (first + i) * bytes;
+                const vf values = (vf)_mm512_maskz_loadu_epi16(first + i < sums ? is_summed : 0, from);
+                each[i] = dot_pairs((vf){0}, values, ones);
             }
-            store(out, sum_of_each(sums));
+            store(out, sum_of_each(each));
         }
 }
 
@@ -162,16 +180,19 @@ INLINE void add_pair(const char *words, const char *x, int64_t x_stride, int i, 
     }
 }
 
-/* Scales of a panel's groups as numbers, for many rows: [group][of d or m][PANEL], of Q6_K the two of a group. */
-enum { SCALES = 2 * PANEL, GROUPS_AT_ONCE = 128 };
+/* Scales of a panel's groups as numbers, for many rows: [group][of d or m][PANEL], or [group][of d and d, m and m]. */
+enum { SCALES = 2 * PANEL * 128 };
+INLINE int64_t scales_in_group(const int format) { return (format == Q2_K ? 4 : 2) * PANEL; }
+INLINE int64_t groups_at_once(const int format) { return SCALES / scales_in_group(format); }
 
 INLINE void unpack_scales(const char *panel, int64_t first, int64_t last, float *out, const int format) {
     const int64_t per_block = FORMAT[format].weights / GROUP;
-    for (int64_t group = first; group < last; group++, out += SCALES)
+    for (int64_t group = first; group < last; group++, out += scales_in_group(format))
         for (int v = 0; v < PANEL; v += LANES) {
             const scales_t s = scales_of(block_at(panel, group / per_block, v, format), group % per_block, format);
             store(out + v, s.d[0]);
-            store(out + PANEL + v, format == Q6_K ? s.d[1] : s.m[0]);
+            store(out + PANEL + v, is_of_16(format) ? s.d[1] : s.m[0]);
+            UNROLL for (int h = 0; h < 2 && format == Q2_K; h++) store(out + (2 + h) * PANEL + v, s.m[h]);
         }
 }
 
@@ -181,7 +202,7 @@ typedef struct {
     int64_t first, last, column; /* groups of k; the first output's place in the panel */
     const char *x;               /* at k = 0 */
     int64_t x_stride;
-    const float *row_sums;       /* of sum_rows, from group `first` on, where groups have a minimum */
+    const float *row_sums;       /* of sum_rows, from group `first` on, where there are minima */
     int64_t row_sums_stride;
     const float *scales;         /* of unpack_scales, from group `first` on; NULL of fewer than SUM_ROWS */
     int is_cold, is_read_once;   /* nobody has asked for the run yet; no other rows meet it after these */
@@ -193,19 +214,19 @@ typedef struct {
 INLINE void fold_in(const sums_t *s, const summed_t *p, int64_t group, const int fold, sums_t *out, const int rows,
                     const int vecs, const int format) {
     const int64_t per_block = FORMAT[format].weights / GROUP;
-    const int is_ready = rows == SUM_ROWS || (rows == 4 && p->scales);
+    const int folds = 1 + is_of_16(format), is_ready = rows == SUM_ROWS || (rows == 4 && p->scales);
     UNROLL for (int v = 0; v < vecs; v++) {
         vf d, m = {0};
         if (is_ready) {
-            const float *ready = p->scales + (group - p->first) * SCALES + p->column;
-            d = load(ready + fold * PANEL + v * LANES), m = load(ready + PANEL + v * LANES);
+            const float *ready = p->scales + (group - p->first) * scales_in_group(format) + p->column + v * LANES;
+            d = load(ready + fold * PANEL), m = load(ready + (format == Q2_K ? 2 + fold : 1) * PANEL);
         } else {
             const block_t b = block_at(p->panel, group / per_block, p->column + v * LANES, format);
             const scales_t scales = scales_of(b, group % per_block, format);
-            d = scales.d[fold], m = scales.m[0];
+            d = scales.d[fold], m = scales.m[fold];
         }
         UNROLL for (int r = 0; r < rows; r++) {
-            const float *row_sum = p->row_sums + r * p->row_sums_stride + group - p->first;
+            const float *row_sum = p->row_sums + r * p->row_sums_stride + (group - p->first) * folds + fold;
             out->of[r][v] = fused(d, s->of[r][v], out->of[r][v]);
             if (has_minimum(format)) out->of[r][v] = fused(m, splat(*row_sum), out->of[r][v]);
         }
@@ -216,7 +237,7 @@ INLINE void fold_in(const sums_t *s, const summed_t *p, int64_t group, const int
 INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const int vecs, const int is_read_once,
                           const int format) {
     const int bits = bits_of(format), in_word = 16 / bits;
-    const int folds = format == Q6_K ? 2 : 1; /* its scales belong to 16 weights, those of 4 words */
+    const int folds = 1 + is_of_16(format), words_before = bits == 6 ? 4 : 1; /* those of the first 16 weights */
     const int64_t x_stride = p->x_stride;
     const numbers_t numbers = numbers_of(format);
     const char *x = p->x + p->first * 2 * GROUP, *ahead = p->ahead;
@@ -226,17 +247,21 @@ INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const i
     for (int64_t group = p->first; group < p->last; group++, x += 2 * GROUP) {
         const char *words = p->panel + sums_at(group, format) + 4 * p->column;
         UNROLL for (int fold = 0; fold < folds; fold++) {
-            const int first = 4 * fold, last = folds == 2 && !fold ? 4 : bits;
+            const int first = words_before * fold, last = folds == 2 && !fold ? words_before : bits;
             sums_t s;
             UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) s.of[r][v] = (vf){0};
             for (int w = first; w < last; w++) {
                 if (is_read_once) ahead = prefetch_once(ahead, group_bytes(format) / bits);
                 else ahead = prefetch_far(ahead, p->ahead_bytes);
+                if (bits == 3) continue;
                 UNROLL for (int i = 0; i < in_word; i++)
                     add_pair(words + w * 4 * PANEL, x + w * 4 * in_word, x_stride, i, numbers, &s, rows, vecs, format);
             }
-            UNROLL for (int i = bits * in_word; i < GROUP_PAIRS && last == bits; i++)
-                add_pair(words, x, x_stride, i, numbers, &s, rows, vecs, format);
+            /* pairs that lie in several words, of 3 bits all */
+            const int pair = bits == 3 ? 8 * fold : bits * in_word, end = bits == 3 ? pair + 8 : GROUP_PAIRS;
+            if (last == bits || bits == 3)
+                UNROLL for (int i = pair; i < end; i++)
+                    add_pair(words, x, x_stride, i, numbers, &s, rows, vecs, format);
             fold_in(&s, p, group, fold, &out, rows, vecs, format);
         }
     }
@@ -261,7 +286,8 @@ typedef void multiply_sums_t(const summed_t *, float *);
                 [2] = {sum_##format##_2_32, sum_##format##_2_64},                                   \
                 [4] = {sum_##format##_4_32}, [6] = {sum_##format##_6_32}},
 #if WITH_CODES
-#define EACH_SUMMED(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(IQ4_NL) f(IQ4_XS) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K)
+#define EACH_SUMMED(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(IQ4_NL) f(IQ4_XS) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K) \
+    f(Q2_K) f(Q3_K)
 #else
 #define EACH_SUMMED(f)
 #endif

@@ -7,10 +7,10 @@
  * of LANES outputs, and no byte more is held than the file has; but for MXFP4, whose scale of 8 bits, a
  * power of two, is held as a bfloat16.
  *
- * A weight is d * code + m, where d and m belong to a group of 32 weights (Q6_K, NVFP4: of 16). d, m and d * code
- * are exact in fp32, but for Q6_K, whose m is a multiple of d, as is that of INT4 and INT8; so a fused step
- * gives the bits of the file's own arithmetic (gguf-py's quants.py and llama.cpp's ggml-quants.c say what that is). In FP8 d is a
- * float32 and m is 0: d * code is rounded once; so it is in NF4, and in NVFP4, whose d was rounded before.
+ * A weight is d * code + m, where d and m belong to a group of 32 weights (Q2_K, Q3_K, Q6_K, NVFP4: of 16).
+ * d, m and d * code are exact in fp32, or m is a multiple of d (Q3_K, Q6_K, INT4, INT8); so a fused step gives the
+ * bits of the file's own arithmetic (gguf-py's quants.py and llama.cpp's ggml-quants.c say what that is). In FP8 d
+ * is a float32 and m is 0: d * code is rounded once; so it is in NF4, and in NVFP4, whose d was rounded before.
  *
  * BF16 and F16 are numbers without a scale, two in a word; of MODE F32 alone. BF12 are numbers, too, of another
  * layout: see cpu_bf12.h.
@@ -19,11 +19,11 @@
  */
 #ifndef NANOENGINE_CPU_CODES_H
 #define NANOENGINE_CPU_CODES_H
-#include "cpu_vectors.h"
+#include "cpu_tiles.h"
 
 enum { PANEL = 64, GROUP = 32 };
 enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, FP8, NVFP4, NF4, IQ4_NL, IQ4_XS,
-       BF16, F16, BF12, FORMATS };
+       Q2_K, Q3_K, BF16, F16, BF12, FORMATS };
 
 typedef struct { /* of a block: weights; halves and words, and the bytes where each begin in the file */
     int64_t weights, halves, words, halves_at, words_at;
@@ -34,8 +34,8 @@ static const format_t FORMAT[FORMATS] = {
     [Q5_K] = {256, 2, 43, 0, 4}, [Q6_K] = {256, 1, 52, 208, 0}, [MXFP4] = {32, 1, 4, 0, 1},
     [INT4] = {32, 2, 4, 0, 4},  [INT8] = {32, 2, 8, 0, 4},    [FP8] = {32, 0, 9, 0, 0},
     [NVFP4] = {64, 0, 10, 0, 0}, [NF4] = {64, 0, 9, 0, 0},    [IQ4_NL] = {32, 1, 4, 0, 2},
-    [IQ4_XS] = {256, 2, 33, 0, 4}, [BF16] = {32, 0, 16, 0, 0},
-    [F16] = {32, 0, 16, 0, 0},
+    [IQ4_XS] = {256, 2, 33, 0, 4}, [Q2_K] = {256, 2, 20, 80, 0}, [Q3_K] = {256, 1, 27, 108, 0},
+    [BF16] = {32, 0, 16, 0, 0}, [F16] = {32, 0, 16, 0, 0},
 };
 INLINE int64_t block_bytes(int format) { return 2 * FORMAT[format].halves + 4 * FORMAT[format].words; }
 INLINE int64_t file_bytes(int format) { return block_bytes(format) - (format == MXFP4); }
@@ -113,6 +113,14 @@ INLINE int has_numbers(const int format) { return format == BF16 || format == F1
 
 typedef struct { vf d[2], m[2]; } scales_t; /* of the first and the last 16 weights of a group */
 
+/* Whether 16 weights have a scale of 4 to 8 bits, in units of that of their block. */
+INLINE int is_of_16(const int format) { return format == Q2_K || format == Q3_K || format == Q6_K; }
+
+/* The code that is 0, where the file says no minimum. */
+INLINE int code_of_zero(const int format) {
+    return format == Q3_K ? 4 : format == Q4_0 ? 8 : format == Q5_0 ? 16 : format == Q6_K ? 32 : 0;
+}
+
 /* The 6-bit scale and minimum of group g that Q4_K and Q5_K keep in 3 words. */
 INLINE void scale_and_minimum(block_t b, int64_t g, vf *scale, vf *minimum) {
     const int s = 8 * (int)(g % 4);
@@ -130,9 +138,36 @@ INLINE vf scale_of_four(block_t b, int i) {
     return pick(whole < 0.0f, scale / -whole, scale * whole);
 }
 
+/* Scale j of the 16 of Q3_K: 6 bits less 32, the lower 4 in words 24 and 25, the upper 2 in word 26. */
+INLINE vf scale_of_16(block_t b, int64_t j) {
+    const vu low = word(b, 24 + j % 8 / 4) >> (int)(8 * (j % 4) + 4 * (j / 8)) & 15;
+    const vu high = word(b, 26) >> (int)(8 * (j % 4) + 2 * (j / 4)) & 3;
+    return __builtin_convertvector((vi)(low | high << 4) - 32, vf);
+}
+
+/* Scales and minima of the halves of group g, where these have their own. */
+INLINE scales_t scales_of_halves(block_t b, int64_t g, const int format) {
+    scales_t s;
+    UNROLL for (int i = 0; i < 2; i++) {
+        if (format == Q2_K) { /* 4 bits each in a byte */
+            const vu both = word(b, g / 2) >> (int)(g % 2 * 16 + 8 * i);
+            s.d[i] = half(b, 0) * __builtin_convertvector((vi)(both & 15), vf);
+            s.m[i] = -(half(b, 1) * __builtin_convertvector((vi)(both >> 4 & 15), vf));
+        } else if (format == Q3_K) {
+            s.d[i] = half(b, 0) * scale_of_16(b, 2 * g + i);
+            s.m[i] = s.d[i] * (float)-code_of_zero(format);
+        } else {
+            s.d[i] = half(b, 0) * signed_byte(word(b, 48 + g / 2) >> (int)(g % 2 * 16), i);
+            s.m[i] = s.d[i] * (float)-code_of_zero(format);
+        }
+    }
+    return s;
+}
+
 INLINE scales_t scales_of(block_t b, int64_t g, const int format) {
     scales_t s = {{{0}}};
     if (has_numbers(format)) return s;
+    if (is_of_16(format)) return scales_of_halves(b, g, format);
     if (format == FP8) {
         s.d[0] = s.d[1] = (vf)word(b, 0) * 256.0f; /* see e4m3 */
         return s;
@@ -158,16 +193,9 @@ INLINE scales_t scales_of(block_t b, int64_t g, const int format) {
         const vu low = word(b, 0) >> (int)(4 * g) & 15, high = half_bits(b, 1) >> (int)(2 * g) & 3;
         s.d[0] *= __builtin_convertvector((vi)(low | high << 4) - 32, vf);
     } else {
-        s.m[0] = s.d[0] * (format == Q4_0 ? -8.0f : format == Q5_0 ? -16.0f : 0.0f);
+        s.m[0] = s.d[0] * (float)-code_of_zero(format);
     }
     s.d[1] = s.d[0], s.m[1] = s.m[0];
-    if (format == Q6_K) {
-        const vu scales = word(b, 48 + g / 2) >> (g % 2 * 16);
-        UNROLL for (int i = 0; i < 2; i++) {
-            s.d[i] = half(b, 0) * signed_byte(scales, i);
-            s.m[i] = s.d[i] * -32.0f;
-        }
-    }
     return s;
 }
 
@@ -196,6 +224,10 @@ INLINE vu four_codes(block_t b, int64_t g, const int h, int i, const int format)
     case IQ4_XS:
     case NF4: return word(b, 1 + 4 * g + i) >> (4 * h);
     case Q4_K: return word(b, 3 + g / 2 * 8 + at) >> (int)(4 * odd);
+    case Q2_K: return word(b, 4 + g / 4 * 8 + at) >> (int)(g % 4 * 2) & 0x03030303u;
+    case Q3_K:
+        low = word(b, 8 + g / 4 * 8 + at) >> (int)(g % 4 * 2) & 0x03030303u;
+        return low | (word(b, at) >> (int)g & 0x01010101u) << 2;
     case Q5_K:
         low = word(b, 11 + g / 2 * 8 + at) >> (int)(4 * odd);
         high = word(b, 3 + at) >> (int)g & 0x01010101u;
@@ -364,8 +396,11 @@ INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64
 #endif
 #if WITH_CODES && MODE == F32
 #define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) \
-    f(MXFP4) f(INT4) f(INT8) f(FP8) f(NVFP4) f(NF4) f(IQ4_NL) f(IQ4_XS) EACH_NUMBERS(f)
-#elif WITH_CODES /* the others: cpu_code_sums.h */
+    f(MXFP4) f(INT4) f(INT8) f(FP8) f(NVFP4) f(NF4) f(IQ4_NL) f(IQ4_XS) f(Q2_K) f(Q3_K) \
+    EACH_NUMBERS(f)
+#elif WITH_CODES && HAVE_TILES /* the others: cpu_lookup.h */
+#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) f(Q2_K) f(Q3_K) EACH_NUMBERS(f)
+#elif WITH_CODES /* cpu_code_sums.h */
 #define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) EACH_NUMBERS(f)
 #else /* they take long to compile */
 #define EACH_FORMAT(f) EACH_NUMBERS(f)

@@ -2,9 +2,9 @@
  *
  * A group of 32 inputs of a row is about scale * code: the scale is max abs / 127, codes are the nearest
  * of -127 to 127. Codes are multiplied and added as integers, which is exact. An output is one chain over
- * its groups of k, in order: s += (d * scale) * integer, for Q6_K by halves, and where a format has minima
- * s += m * (scale * sum of the row's codes). So a row's bits depend on no other row, and not on what the
- * CPU multiplies bytes with.
+ * its groups of k, in order: s += (d * scale) * integer, and where a format has minima
+ * s += m * (scale * sum of the row's codes), both by halves of a group where these have scales. So a row's bits
+ * depend on no other row, and not on what the CPU multiplies bytes with.
  *
  * Instructions multiply bytes without a sign by bytes with one. So codes of a weight are held as
  * code + bias, and each integer begins at -bias * sum of the row's codes.
@@ -15,17 +15,18 @@
 
 typedef struct { /* a group of a row */
     int8_t codes[GROUP];
-    float scale, sum;  /* sum: scale * the sum of the codes */
-    int32_t begins[2]; /* of the integers of both halves; where a group has one scale, only the first */
+    float scale, sum; /* sum: scale * the sum of the codes */
+    int32_t begin;    /* of the integer */
+    union { int32_t begin; float sum; } second; /* where halves have scales, those before are of the first half */
 } rounded_t;
 
 INLINE int has_minima(const int format) {
-    return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K || format == INT4 ||
-           format == INT8;
+    return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K || format == Q2_K ||
+           format == INT4 || format == INT8;
 }
 INLINE int has_signs(const int format) { return format == Q8_0 || format == INT8 || is_iq4(format); }
 /* The parts of a group with a scale each. */
-INLINE int halves_of(const int format) { return format == Q6_K ? 2 : 1; }
+INLINE int halves_of(const int format) { return is_of_16(format) ? 2 : 1; }
 
 /* ---- sums of bytes ---------------------------------------------------------------------------- */
 
@@ -56,7 +57,7 @@ INLINE int bias_of(const int format) {
 #if defined(ADD_PAIRS)
     if (has_signs(format)) return 0;
 #endif
-    return has_signs(format) ? 128 : format == Q4_0 ? 8 : format == Q5_0 ? 16 : format == Q6_K ? 32 : 0;
+    return has_signs(format) ? 128 : code_of_zero(format);
 }
 
 #if defined(ADD_PAIRS)
@@ -140,6 +141,12 @@ INLINE void bytes_of(block_t b, int64_t g, const int format, vu *codes) {
     }
 }
 
+/* Of half h of a group, or of all of it. No format with halves has both a bias and minima. */
+INLINE int32_t begin_of(const rounded_t *x, const int h, const int format) {
+    return !bias_of(format) ? 0 : h ? x->second.begin : x->begin;
+}
+INLINE float sum_of(const rounded_t *x, const int h) { return h ? x->second.sum : x->sum; }
+
 /* acc[r][c] = or += rows x by the codes of a group of AT_ONCE vectors of outputs. */
 INLINE void add_rows(const scales_t *scales, vu codes[][8], const rounded_t *x, int64_t rows, float *acc,
                      const int is_first, const int format) {
@@ -148,7 +155,7 @@ INLINE void add_rows(const scales_t *scales, vu codes[][8], const rounded_t *x, 
         vi sums[2][AT_ONCE];
         vf s[AT_ONCE];
         UNROLL for (int h = 0; h < halves; h++) {
-            UNROLL for (int v = 0; v < AT_ONCE; v++) sums[h][v] = splat_i(x->begins[h]);
+            UNROLL for (int v = 0; v < AT_ONCE; v++) sums[h][v] = splat_i(begin_of(x, h, format));
             dot_codes(codes, h * words, x->codes + 4 * h * words, words, format, sums[h]);
         }
         UNROLL for (int v = 0; v < AT_ONCE; v++) s[v] = is_first ? (vf){0} : load(acc + v * LANES);
@@ -156,7 +163,8 @@ INLINE void add_rows(const scales_t *scales, vu codes[][8], const rounded_t *x, 
             UNROLL for (int v = 0; v < AT_ONCE; v++)
                 s[v] = fused(scales[v].d[h] * x->scale, __builtin_convertvector(sums[h][v], vf), s[v]);
         UNROLL for (int v = 0; v < AT_ONCE; v++) {
-            if (has_minima(format)) s[v] = fused(scales[v].m[0], splat(x->sum), s[v]);
+            if (has_minima(format))
+                UNROLL for (int h = 0; h < halves; h++) s[v] = fused(scales[v].m[h], splat(sum_of(x, h)), s[v]);
             store(acc + v * LANES, s[v]);
         }
     }
@@ -226,7 +234,7 @@ INLINE void multiply_rounded(const char *panel, int64_t groups, int64_t column, 
     }
 #if WITH_CODES
 #define EACH_INTEGERS(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) f(INT4) f(INT8) \
-    f(IQ4_NL) f(IQ4_XS)
+    f(IQ4_NL) f(IQ4_XS) f(Q2_K) f(Q3_K)
 #else
 #define EACH_INTEGERS(f)
 #endif
@@ -262,12 +270,11 @@ INLINE void round_row(const char *x, const char *norm_weight, int norm_mode, flo
         }
         const float sum = sum_lanes(of_halves[0] + of_halves[1]);
         out->scale = (is_zero ? 0.0f : most / 127.0f) + (sum - sum);
-        out->sum = out->scale * sum;
-        out->begins[0] = -bias * (int32_t)(sum == sum ? sum : 0.0f), out->begins[1] = 0;
-        if (format == Q6_K && sum == sum) {
-            out->begins[1] = -bias * (int32_t)sum_lanes(of_halves[1]);
-            out->begins[0] -= out->begins[1];
-        }
+        const float second = halves_of((int)format) == 2 ? sum_lanes(of_halves[1]) : 0.0f, first_sum = sum - second;
+        out->sum = out->scale * first_sum;
+        out->begin = -bias * (int32_t)(sum == sum ? first_sum : 0.0f);
+        if (has_minima((int)format)) out->second.sum = out->scale * second;
+        else out->second.begin = -bias * (int32_t)(sum == sum ? second : 0.0f);
     }
 }
 #endif

@@ -145,21 +145,23 @@ INLINE int64_t most_few(int64_t format) {
  * of rows. */
 enum { SHARED_ROWS = 4 * ROWS };
 
-/* Sums of groups that have room beside the scales of GROUPS_AT_ONCE. */
-enum { SUMS_ROOM = MANY_GROUPS * GROUP * PANEL - GROUPS_AT_ONCE * SCALES };
+/* Sums of groups that have room beside the scales of groups_at_once. */
+enum { SUMS_ROOM = MANY_GROUPS * GROUP * PANEL - SCALES };
 
 /* Groups of a row whose sums are there at a time: all, or where a row is too wide, those that scales are of. */
 INLINE int64_t groups_summed(const weight_t *w) {
-    const int64_t all = groups_in_vectors(w->k / GROUP);
-    return SUM_ROWS * all <= SUMS_ROOM ? all : GROUPS_AT_ONCE;
+    const int64_t all = w->k / GROUP;
+    return SUM_ROWS * sums_in_vectors(all, (int)w->format) <= SUMS_ROOM ? all : groups_at_once((int)w->format);
 }
-INLINE int64_t most_summed_rows(const weight_t *w) { return SUMS_ROOM / groups_summed(w); }
+INLINE int64_t most_summed_rows(const weight_t *w) {
+    return SUMS_ROOM / sums_in_vectors(groups_summed(w), (int)w->format);
+}
 
 /* The sums of the rows' groups [first, last), where the format has minimums. */
 static void sum_groups(const call_t *c, int64_t row, int64_t rows, int64_t first, int64_t last, scratch_t *scratch) {
     if (has_minimum((int)c->w->format))
         sum_rows(c->x + row * c->x_stride + first * 2 * GROUP, c->x_stride, rows, last - first,
-                 (float *)scratch->numbers);
+                 (float *)scratch->numbers, (int)c->w->format);
 }
 
 /* As multiply_block, of such a weight. scratch->numbers has the sums of the rows' groups, at its end room for scales.
@@ -167,19 +169,20 @@ static void sum_groups(const call_t *c, int64_t row, int64_t rows, int64_t first
 static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns, int is_warm,
                                int has_next, scratch_t *scratch) {
     const weight_t *w = c->w;
-    const int64_t groups = w->k / GROUP;
+    const int64_t groups = w->k / GROUP, at_once = groups_at_once((int)w->format);
     const int is_wide = groups_summed(w) < groups;
     const int64_t bytes = group_bytes((int)w->format), passes = num_passes(rows, columns);
     const int is_shared = rows > 2 && rows <= SHARED_ROWS; /* what comes next, among the passes */
     float *scales = rows >= SUM_ROWS ? (float *)scratch->numbers + SUMS_ROOM : NULL;
     const char *panel = panel_of(w, column);
     for (int64_t first = 0, last; first < groups; first = last, is_warm = 1) {
-        last = min64(first + GROUPS_AT_ONCE, groups);
-        const int64_t after = min64(GROUPS_AT_ONCE, last < groups ? groups - last : has_next ? groups : 0);
+        last = min64(first + at_once, groups);
+        const int64_t after = min64(at_once, last < groups ? groups - last : has_next ? groups : 0);
         const int is_cold = !is_warm || !is_shared;
         const char *end = panel + last * bytes;
         memory_ahead_t next = {end, is_shared ? end + after * bytes : end, passes - is_cold};
-        const int64_t skipped = is_wide ? 0 : first, stride = groups_in_vectors(is_wide ? last - first : groups);
+        const int64_t skipped = is_wide ? 0 : first * (1 + is_of_16((int)w->format));
+        const int64_t stride = sums_in_vectors(is_wide ? last - first : groups, (int)w->format);
         if (is_wide) sum_groups(c, row, rows, first, last, scratch);
         if (scales) SCALE_UNPACKERS[w->format](panel, first, last, scales);
         summed_t p = {panel, first, last, column % PANEL, c->x + row * c->x_stride, c->x_stride,

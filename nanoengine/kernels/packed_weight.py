@@ -105,6 +105,7 @@ class PackedWeight:
         kinds = ACTIVATIONS.get(activation, 0), is_tiled, _FORMATS[code_format]
         of_bytes = is_rounded, has_byte_tiles
         self._workspace, self._has_norm = workspace, norm is not None
+        self.is_tiled = is_tiled
         self.is_left = is_tiled and bool(library.is_left_format(_FORMATS[code_format]))
         self._most_as_they_are = 0
         if is_tiled:

@@ -320,3 +320,65 @@ def _packed_deep(word, high, BITS: tl.constexpr, FIRST: tl.constexpr, LESS: tl.c
         "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [word, high, bits, first, mask, offset],
         (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
+
+
+@triton.jit
+def _low_fields(
+    word, high, dtype: tl.constexpr, FIRST: tl.constexpr, HIGH: tl.constexpr, LESS: tl.constexpr
+):  # fmt: skip
+    """`_fields` of codes less LESS: 2 bits from bit FIRST on and, if LESS, one of `high` from HIGH
+    on.
+    """
+    code, high = word.to(tl.int32) >> FIRST, high.to(tl.int32) >> HIGH
+    a, b, c, d = code & 3, code >> 2 & 3, code >> 4 & 3, code >> 6 & 3
+    if LESS:
+        a |= (high & 1) << 2
+        b |= (high & 2) << 1
+        c |= high & 4
+        d |= (high & 8) >> 1
+    return (
+        (a - LESS).to(tl.float32).to(dtype),
+        (b - LESS).to(tl.float32).to(dtype),
+        (c - LESS).to(tl.float32).to(dtype),
+        (d - LESS).to(tl.float32).to(dtype),
+    )
+
+
+@triton.jit
+def _packed_low(word, high, FIRST: tl.constexpr, HIGH: tl.constexpr, LESS: tl.constexpr):
+    """`_low_fields` as bfloat16, two in a register; see `_packed_signed`."""
+    first = tl.full(word.shape, FIRST, tl.int32)
+    above = tl.full(word.shape, HIGH, tl.int32)
+    mask = tl.full(word.shape, 0x00040004 if LESS else 0, tl.int32)
+    offset = tl.full(word.shape, 128 + LESS, tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 s, t, u, h;
+        mov.b32 s, 0xBF80BF80;
+        shr.u32 u, $4, $6;
+        shr.u32 h, $5, $8;
+        shl.b32 h, h, 2;
+        lop3.b32 t, u, 0x00030003, 0x43004300, 0xEA;
+        lop3.b32 t, h, $10, t, 0xEA;
+        fma.rn.bf16x2 $0, $12, s, t;
+        shr.u32 u, u, 2;
+        shr.u32 h, h, 1;
+        lop3.b32 t, u, 0x00030003, 0x43004300, 0xEA;
+        lop3.b32 t, h, $10, t, 0xEA;
+        fma.rn.bf16x2 $1, $12, s, t;
+        shr.u32 u, u, 2;
+        shr.u32 h, h, 1;
+        lop3.b32 t, u, 0x00030003, 0x43004300, 0xEA;
+        lop3.b32 t, h, $10, t, 0xEA;
+        fma.rn.bf16x2 $2, $12, s, t;
+        shr.u32 u, u, 2;
+        shr.u32 h, h, 1;
+        lop3.b32 t, u, 0x00030003, 0x43004300, 0xEA;
+        lop3.b32 t, h, $10, t, 0xEA;
+        fma.rn.bf16x2 $3, $12, s, t;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [word, high, first, above, mask, offset],
+        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip

@@ -106,6 +106,67 @@ def _scale_of_levels(
 
 
 @triton.jit
+def _scales_of_six_bits(
+    halves, scales, n, is_output, at, stride, C: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """Scales and minima of Q4_K and Q5_K, for each word of C codes."""
+    expert, inputs, k, _ = at
+    both = _words(halves, n, is_output, at, stride, 256, C, K)
+    first = scales + (expert * (inputs // 256) + k // 256).to(tl.int64) * (3 * stride) + n
+    shift = (k % 256 // 8 + tl.arange(0, K // C)) // 4 * 4
+    low = tl.load(first, mask=is_output, other=0)[:, None] >> shift[None, :]
+    middle = tl.load(first + stride, mask=is_output, other=0)[:, None] >> shift[None, :]
+    above = tl.load(first + 2 * stride, mask=is_output, other=0)[:, None] >> shift[None, :]
+    d = _half(both) * ((low & 15) | (above & 3) << 4).to(tl.float32)
+    return d, _half(both >> 16) * ((middle & 15) | (above & 12) << 2).to(tl.float32)
+
+
+@triton.jit
+def _scales_of_nibbles(
+    halves, scales, n, is_output, at, stride, C: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """Scales and minima of Q2_K, for each word of C codes: 4 bits each."""
+    both = _words(halves, n, is_output, at, stride, 256, C, K)
+    shift = tl.arange(0, K // C) // 2 % 4 * 8
+    four = _words(scales, n, is_output, at, stride, 64, C, K) >> shift[None, :]
+    d = _half(both) * (four & 15).to(tl.float32)
+    return d, _half(both >> 16) * (four >> 4 & 15).to(tl.float32)
+
+
+@triton.jit
+def _scale_of_sixteen(
+    halves, scales, n, is_output, at, stride, C: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """Scales of Q3_K, for each word of C codes: 6 bits less 32, see code_planes._sixteen."""
+    expert, inputs, k, _ = at
+    both = _words(halves, n // 2, is_output, at, stride // 2, 256, C, K)
+    first = scales + (expert * (inputs // 256) + k // 256).to(tl.int64) * (3 * stride) + n
+    which = ((k % 256 // 8 + tl.arange(0, K // C)) // 2)[None, :]
+    low = tl.load(first, mask=is_output, other=0)[:, None]
+    low = tl.where(which < 8, low, tl.load(first + stride, mask=is_output, other=0)[:, None])
+    above = tl.load(first + 2 * stride, mask=is_output, other=0)[:, None] >> 2 * which
+    scale = ((low >> which % 8 * 4 & 15) | (above & 3) << 4) - 32
+    return _half(both >> (n % 2 * 16).to(tl.int32)[:, None]) * scale.to(tl.float32)
+
+
+@triton.jit
+def _bits_in_lanes(
+    plane, n, is_output, at, stride, BITS: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """Of a plane of int16 with BITS of each weight, 1 or 2: [outputs, K / 4, 2, 2]."""
+    EVERY: tl.constexpr = 16 // BITS
+    expert, inputs, k, left = at
+    w = tl.arange(0, K // 4)
+    mask = is_output[:, None] & (w // 16 * 64 < left)[None, :]
+    lane = k // 16 + w // 16 * 4
+    row = expert * (tl.cdiv(inputs, 256) * 16 * BITS) + lane // EVERY * 16 + w % 16
+    to = plane + row.to(tl.int64)[None, :] * stride + n[:, None]
+    word = tl.load(to, mask=mask, other=0).to(tl.int32) >> (lane % EVERY * BITS)[None, :]
+    word = tl.join(word, word >> 2 * BITS)
+    return tl.join(word, word >> BITS) & (1 << BITS) - 1
+
+
+@triton.jit
 def _in_lanes(
     codes, high, n, is_output, at, stride,
     EACH: tl.constexpr, HIGH: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
@@ -119,15 +180,19 @@ def _in_lanes(
     word = tl.join(word, word >> 8)
     code = tl.join(word, word >> 4) & 15 if EACH == 4 else word << 24 >> 24
     if HIGH:
-        EVERY: tl.constexpr = 16 // HIGH
-        lane = k // 16 + w // 16 * 4
-        row = expert * (tl.cdiv(inputs, 256) * 16 * HIGH) + lane // EVERY * 16 + w % 16
-        to = high + row.to(tl.int64)[None, :] * stride + n[:, None]
-        word = tl.load(to, mask=mask, other=0).to(tl.int32) >> (lane % EVERY * HIGH)[None, :]
-        word = tl.join(word, word >> 2 * HIGH)
-        code |= (tl.join(word, word >> HIGH) & (1 << HIGH) - 1) << 4
+        code |= _bits_in_lanes(high, n, is_output, at, stride, HIGH, K) << 4
     code = tl.reshape(code, [n.shape[0], K // EACH // 16, 16, EACH])
     return tl.reshape(tl.permute(code, (0, 1, 3, 2)), [n.shape[0], K // C, C])
+
+
+@triton.jit
+def _in_two_bits(codes, high, n, is_output, at, stride, K: tl.constexpr):
+    """`_code` of Q2_K, and of Q3_K, which has high bits."""
+    code = _bits_in_lanes(codes, n, is_output, at, stride, 2, K)
+    if high is not None:
+        code |= _bits_in_lanes(high, n, is_output, at, stride, 1, K) << 2
+    code = tl.reshape(code, [n.shape[0], K // 64, 16, 4])
+    return tl.reshape(tl.permute(code, (0, 1, 3, 2)), [n.shape[0], K // 8, 8])
 
 
 @triton.jit
@@ -158,6 +223,8 @@ def _code(codes, high, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.con
         code = _in_words(codes, high, n, is_output, at, stride, FORMAT, K)
     elif FORMAT == "Q8_0" or FORMAT == "INT8" or FORMAT == "FP8":
         code = _in_lanes(codes, high, n, is_output, at, stride, 2, 0, 4, K)
+    elif FORMAT == "Q2_K" or FORMAT == "Q3_K":
+        code = _in_two_bits(codes, high, n, is_output, at, stride, K)
     else:
         IS_5: tl.constexpr = FORMAT == "Q5_0" or FORMAT == "Q5_1" or FORMAT == "Q5_K"
         HIGH: tl.constexpr = 2 if FORMAT == "Q6_K" else 1 if IS_5 else 0
@@ -173,24 +240,22 @@ def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.const
     codes, high, halves, scales = planes
     code = _code(codes, high, n, is_output, at, stride, FORMAT, K)
     number = code.to(tl.float32)
-    expert, inputs, k, _ = at
     C: tl.constexpr = 4 if FORMAT == "Q8_0" or FORMAT == "INT8" or FORMAT == "FP8" else 8
     w = tl.arange(0, K // C)
     if FORMAT == "Q4_K" or FORMAT == "Q5_K":
-        both = _words(halves, n, is_output, at, stride, 256, C, K)
-        first = scales + (expert * (inputs // 256) + k // 256).to(tl.int64) * (3 * stride) + n
-        shift = (k % 256 // 8 + w) // 4 * 4
-        low = tl.load(first, mask=is_output, other=0)[:, None] >> shift[None, :]
-        middle = tl.load(first + stride, mask=is_output, other=0)[:, None] >> shift[None, :]
-        above = tl.load(first + 2 * stride, mask=is_output, other=0)[:, None] >> shift[None, :]
-        d = _half(both) * ((low & 15) | (above & 3) << 4).to(tl.float32)
-        m = _half(both >> 16) * ((middle & 15) | (above & 12) << 2).to(tl.float32)
+        d, m = _scales_of_six_bits(halves, scales, n, is_output, at, stride, C, K)
         weights = d[:, :, None] * number - m[:, :, None]
     elif FORMAT == "Q6_K":
         both = _words(halves, n // 2, is_output, at, stride // 2, 256, C, K)
         four = _words(scales, n, is_output, at, stride, 64, C, K) >> (w // 2 % 4 * 8)[None, :]
         d = _half(both >> (n % 2 * 16).to(tl.int32)[:, None])
         weights = (d * (four << 24 >> 24).to(tl.float32))[:, :, None] * (number - 32.0)
+    elif FORMAT == "Q2_K":
+        d, m = _scales_of_nibbles(halves, scales, n, is_output, at, stride, C, K)
+        weights = d[:, :, None] * number - m[:, :, None]
+    elif FORMAT == "Q3_K":
+        d = _scale_of_sixteen(halves, scales, n, is_output, at, stride, C, K)
+        weights = d[:, :, None] * (number - 4.0)
     elif FORMAT == "Q4_1" or FORMAT == "Q5_1" or FORMAT == "INT4" or FORMAT == "INT8":
         both = _words(halves, n, is_output, at, stride, 32, C, K)
         d, other = _half(both)[:, :, None], _half(both >> 16)[:, :, None]

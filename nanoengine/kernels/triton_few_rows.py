@@ -15,9 +15,11 @@ from nanoengine.kernels.triton_code_fields import (
     _bytes,
     _deep_fields,
     _fields,
+    _low_fields,
     _packed_bytes,
     _packed_deep,
     _packed_fields,
+    _packed_low,
 )
 from nanoengine.kernels.triton_code_kernels import _bias, _chosen_rows, _half
 from nanoengine.kernels.triton_few_scales import _scale_words, _times_scales
@@ -37,6 +39,12 @@ def _first_words(expert, inputs, stride, FORMAT: tl.constexpr):
     elif FORMAT == "Q4_K" or FORMAT == "Q5_K":
         halves = place * (inputs // 256)
         scales = halves * 3
+    elif FORMAT == "Q2_K":
+        codes, halves = place * (inputs // 8), place * (inputs // 256)
+        scales = place * (inputs // 64)
+    elif FORMAT == "Q3_K":
+        codes, halves = place * (inputs // 8), place // 2 * (inputs // 256)
+        scales = place * (inputs // 256 * 3)
     elif FORMAT == "IQ4_XS":
         halves = place * (inputs // 256)
         scales = halves
@@ -47,21 +55,21 @@ def _first_words(expert, inputs, stride, FORMAT: tl.constexpr):
 
 @triton.jit
 def _high_words(high, k, n, is_held, stride, FORMAT: tl.constexpr):
-    """The words of the sixth and fifth bits of 128 inputs from k, or of the fifth of 256."""
-    EVERY: tl.constexpr = 8 if FORMAT == "Q6_K" else 16
+    """The words of the sixth and fifth bits of 128 inputs from k, or of the fifth of 256. Of Q2_K
+    those of 2 bits of 128.
+    """
+    EVERY: tl.constexpr = 8 if FORMAT == "Q6_K" or FORMAT == "Q2_K" else 16
     w = tl.arange(0, 16)[None, :]
     to = high + (k // EVERY + w).to(tl.int64) * stride + n[:, None]
     return tl.load(to, mask=is_held[:, None], other=0)
 
 
 @triton.jit
-def _weights(
-    codes, shared, words, k, n, is_held, stride, dtype: tl.constexpr, GROUP: tl.constexpr,
+def _weights_of_words(
+    codes, words, shared, k, n, is_held, stride, dtype: tl.constexpr, GROUP: tl.constexpr,
     FORMAT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The four operands of 64 inputs from k, [outputs, 16] each. GROUP: which 64 of a block of 256;
-    shared: of `_shared`; words: of `_scale_words`.
-    """
+    """`_weights` whose codes nothing else shares."""
     w = tl.arange(0, 16)[None, :]
     IS_BYTE: tl.constexpr = FORMAT == "Q8_0" or FORMAT == "INT8" or FORMAT == "FP8"
     to = codes + (k // (2 if IS_BYTE else 4) + w).to(tl.int64) * stride + n[:, None]
@@ -96,10 +104,42 @@ def _weights(
 
 
 @triton.jit
-def _shared(halves, high, scales, k, n, is_held, stride, FORMAT: tl.constexpr):
-    """What 256 inputs from k share: first the high bits, of Q6_K of either half. Last the word of
-    the numbers of 16 bits of Q6_K, Q4_K, Q5_K and IQ4_XS; before it of the last three, three or one
-    of scales of 6 bits.
+def _low_weights(
+    shared, dtype: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """`_weights` of Q2_K and Q3_K, whose codes `shared` has."""
+    word, high = shared[0] if GROUP < 2 else shared[1], shared[2]
+    FIRST: tl.constexpr = GROUP % 2 * 8
+    LESS: tl.constexpr = 4 if FORMAT == "Q3_K" else 0
+    if PACKED:
+        fields = _packed_low(word, high, FIRST, GROUP * 4, LESS)
+    else:
+        fields = _low_fields(word, high, dtype, FIRST, GROUP * 4, LESS)
+    return fields
+
+
+@triton.jit
+def _weights(
+    codes, words, shared, k, n, is_held, stride, dtype: tl.constexpr, GROUP: tl.constexpr,
+    FORMAT: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The four operands of 64 inputs from k, [outputs, 16] each. GROUP: which 64 of a block of 256;
+    shared: of `_shared`; words: of `_scale_words`.
+    """
+    if FORMAT == "Q2_K" or FORMAT == "Q3_K":
+        fields = _low_weights(shared, dtype, GROUP, FORMAT, PACKED)
+    else:
+        fields = _weights_of_words(
+            codes, words, shared, k, n, is_held, stride, dtype, GROUP, FORMAT, PACKED
+        )
+    return fields
+
+
+@triton.jit
+def _shared(codes, halves, high, scales, k, n, is_held, stride, FORMAT: tl.constexpr):
+    """What 256 inputs from k share: first the high bits, of Q6_K of either half, and of Q2_K and
+    Q3_K all codes of either half, then the high bits. Last the word of the numbers of 16 bits of
+    formats of 256; before it of Q4_K, Q5_K, Q3_K and IQ4_XS three or one of scales of 6 bits.
     """
     if FORMAT == "Q6_K":
         to = halves + k // 256 * (stride // 2) + n // 2
@@ -121,6 +161,22 @@ def _shared(halves, high, scales, k, n, is_held, stride, FORMAT: tl.constexpr):
         at = k // 256 * stride + n
         low = tl.load(scales + at, mask=is_held, other=0)
         return low, tl.load(halves + at, mask=is_held, other=0)
+    elif FORMAT == "Q2_K":
+        early = _high_words(codes, k, n, is_held, stride, FORMAT)
+        late = _high_words(codes, k + 128, n, is_held, stride, FORMAT)
+        both = tl.load(halves + k // 256 * stride + n, mask=is_held, other=0)
+        return early, late, early, both  # it has no high bits
+    elif FORMAT == "Q3_K":
+        early = _high_words(codes, k, n, is_held, stride, "Q2_K")
+        late = _high_words(codes, k + 128, n, is_held, stride, "Q2_K")
+        third = _high_words(high, k, n, is_held, stride, FORMAT)
+        to = halves + k // 256 * (stride // 2) + n // 2
+        both = tl.load(to, mask=is_held, other=0) >> n % 2 * 16
+        to = scales + k // 256 * 3 * stride + n
+        low = tl.load(to, mask=is_held, other=0)
+        other = tl.load(to + stride, mask=is_held, other=0)
+        above = tl.load(to + 2 * stride, mask=is_held, other=0)
+        return early, late, third, low, other, above, both
     elif FORMAT == "Q5_0" or FORMAT == "Q5_1":
         return (_high_words(high, k, n, is_held, stride, FORMAT),)
     else:
@@ -194,7 +250,7 @@ def few_rows(
         part = tl.zeros([OUTPUTS, ROWS], tl.float32)
         end = tl.minimum(number * span + span, inputs)
         for k in tl.range(number * span, end, GROUPS * 64, num_stages=STAGES):
-            shared = _shared(halves, high, scales, k, n, is_held, stride, FORMAT)
+            shared = _shared(codes, halves, high, scales, k, n, is_held, stride, FORMAT)
             for group in tl.static_range(GROUPS):
                 at, is_here, is_value = k + group * 64, is_held, is_row
                 if not IS_EVEN:
@@ -202,7 +258,7 @@ def few_rows(
                     is_value = is_row & (x_at[None, :] * 0 + at < inputs)
                 words = _scale_words(halves, scales, at, n, is_here, stride, FORMAT)
                 weights = _weights(
-                    codes, shared, words, at, n, is_here, stride, dtype, group, FORMAT, PACKED
+                    codes, words, shared, at, n, is_here, stride, dtype, group, FORMAT, PACKED
                 )
                 rows = (
                     tl.load(x + at, mask=is_value, other=0.0),

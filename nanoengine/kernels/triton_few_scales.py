@@ -18,9 +18,9 @@ def _scale_words(halves, scales, k, n, is_held, stride, FORMAT: tl.constexpr):
         to = halves + k // 32 * stride + n
         word = tl.load(to, mask=is_held, other=0)
         return word, tl.load(to + stride, mask=is_held, other=0)
-    elif FORMAT == "Q6_K":
+    elif FORMAT == "Q6_K" or FORMAT == "Q2_K":
         return (tl.load(scales + k // 64 * stride + n, mask=is_held, other=0),)
-    elif FORMAT == "Q4_K" or FORMAT == "Q5_K" or FORMAT == "IQ4_XS":
+    elif FORMAT == "Q4_K" or FORMAT == "Q5_K" or FORMAT == "IQ4_XS" or FORMAT == "Q3_K":
         return (k,)
     else:
         word = tl.load(halves + k // 64 * stride + n, mask=is_held, other=0)
@@ -93,6 +93,43 @@ def _times_eight_bits(part, weights, rows, both, four):
 
 
 @triton.jit
+def _times_two_bits(part, weights, rows, both, four):
+    """part and 64 inputs of Q2_K: `four` are scales and minima of 16 inputs each."""
+    a, b, c, d = weights
+    xa, xb, xc, xd = rows
+    scale, minimum = _half(both), _half(both >> 16)
+    ones = tl.full(a.shape, 1.0, a.dtype)
+    part += (scale * (four & 15).to(tl.float32))[:, None] * _one(a, xa)
+    part -= (minimum * (four >> 4 & 15).to(tl.float32))[:, None] * _one(ones, xa)
+    part += (scale * (four >> 8 & 15).to(tl.float32))[:, None] * _one(b, xb)
+    part -= (minimum * (four >> 12 & 15).to(tl.float32))[:, None] * _one(ones, xb)
+    part += (scale * (four >> 16 & 15).to(tl.float32))[:, None] * _one(c, xc)
+    part -= (minimum * (four >> 20 & 15).to(tl.float32))[:, None] * _one(ones, xc)
+    part += (scale * (four >> 24 & 15).to(tl.float32))[:, None] * _one(d, xd)
+    part -= (minimum * (four >> 28 & 15).to(tl.float32))[:, None] * _one(ones, xd)
+    return part
+
+
+@triton.jit
+def _times_sixteen(part, weights, rows, shared, GROUP: tl.constexpr):
+    """part and 64 inputs of Q3_K: scales of 16 inputs each, 6 bits less 32."""
+    a, b, c, d = weights
+    xa, xb, xc, xd = rows
+    scale = _half(shared[6])
+    low = (shared[3] if GROUP < 2 else shared[4]) >> GROUP % 2 * 16
+    high = shared[5] >> GROUP * 8
+    part += (scale * ((low & 15 | (high & 3) << 4) - 32).to(tl.float32))[:, None] * _one(a, xa)
+    part += (scale * ((low >> 4 & 15 | (high & 12) << 2) - 32).to(tl.float32))[:, None] * _one(
+        b, xb
+    )
+    part += (scale * ((low >> 8 & 15 | (high & 48)) - 32).to(tl.float32))[:, None] * _one(c, xc)
+    part += (scale * ((low >> 12 & 15 | (high & 192) >> 2) - 32).to(tl.float32))[:, None] * _one(
+        d, xd
+    )
+    return part
+
+
+@triton.jit
 def _times_e4m3(part, weights, rows, whole, four):
     """part and 64 inputs of NVFP4: `four` are scales of 16 inputs each in FP8, whose bits are those
     of float16 but for the exponent; whole: multiplies them, or if below 0 divides them.
@@ -154,6 +191,10 @@ def _times_scales(
         part = _times_six_bits(part, weights, rows, shared, GROUP)
     elif FORMAT == "IQ4_XS":
         part = _times_levels(part, weights, rows, shared[0], shared[1], GROUP)
+    elif FORMAT == "Q2_K":
+        part = _times_two_bits(part, weights, rows, shared[3], words[0])
+    elif FORMAT == "Q3_K":
+        part = _times_sixteen(part, weights, rows, shared, GROUP)
     elif FORMAT == "NVFP4":
         part = _times_e4m3(part, weights, rows, words[0], words[1])
     else:

@@ -33,10 +33,10 @@ FORMATS = {
     "NF4": (64, 36),
     "IQ4_NL": (32, 18),
     "IQ4_XS": (256, 136),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
 }
-# The types of a GGUF that stay codes, and as what; its NVFP4 is another.
-OF_GGUF = {name: name for name in FORMATS if name not in ("INT4", "INT8", "FP8", "NVFP4", "NF4")}
-OF_GGUF |= {"Q3_K": "Q6_K"}
+OF_GGUF = frozenset(FORMATS) - {"INT4", "INT8", "FP8", "NVFP4", "NF4"}  # whose NVFP4 is another
 # Bytes of a block in memory: kernels hold the scale of MXFP4 in 16 bits.
 HELD_BYTES = {name: num_bytes for name, (_, num_bytes) in FORMATS.items()} | {"MXFP4": 18}
 INTEGERS = {"INT4": 4, "INT8": 8}  # the bits of a code; INT8's are signed

@@ -25,6 +25,7 @@ HALVES: dict[str, tuple[int, ...]] = {
     name: (0,) if name in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL") else (0, 2) for name in FORMATS
 }
 HALVES |= {"Q6_K": (208,), "INT4": (0,), "INT8": (0,), "IQ4_XS": (0,)}
+HALVES |= {"Q2_K": (80, 82), "Q3_K": (108,)}
 HALVES |= dict.fromkeys(("MXFP4", "FP8", "NVFP4", "NF4"), ())
 
 

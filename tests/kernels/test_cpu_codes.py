@@ -81,7 +81,7 @@ def test_every_number_of_fp8(packer):
 def sums_codes(packer: CpuLinear, name: str) -> bool:
     """Whether products are sums of codes, not of weights that were rounded to bfloat16."""
     [weight] = packer.pack(random_weight(name, 64, 256, packer.dtype)).weights
-    return packer.dtype is BF16 and name in SUMMED and not weight.is_left
+    return packer.dtype is BF16 and name in SUMMED and not weight.is_tiled
 
 
 def size_of_terms(name: str, weight: CodedWeight, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def test_a_product_has_the_bits_of_one_of_numbers(packer, name):
             assert same_bits(coded.in_float(x[first:last]), want[first:last]), (first, last)
 
 
-@pytest.mark.parametrize("name", ["Q4_1", "Q5_K"])
+@pytest.mark.parametrize("name", ["Q2_K", "Q4_1", "Q5_K"])
 def test_rows_may_be_wider_than_sums_of_all_their_groups(packer, name):
     """Of formats with minimums, which take such sums; of rows alone and of several."""
     weight = random_weight(name, 40, 1 << 17, packer.dtype)

@@ -6,7 +6,6 @@ Codes of K-quants are random, as the package gguf makes none: the same for the s
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -63,24 +62,13 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory, build_folder: Path) -> I
 
 
 def any_quantize(values: np.ndarray, kind: QuantType) -> np.ndarray:
-    if kind.name not in ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"):
+    if kind.name[-2:] != "_K" and not kind.name.startswith("IQ4"):
         return quantize(values, kind)
     flat = values.reshape(-1, values.shape[-1])
-    make = random_q3_k if kind is QuantType.Q3_K else functools.partial(any_rows, kind.name)
-    rows = [make(flat.shape[1], zlib.crc32(row.tobytes())) for row in flat]
-    return np.concatenate(rows).reshape(*values.shape[:-1], -1)
-
-
-def any_rows(name: str, inputs: int, seed: int) -> np.ndarray:
-    return random_rows(name, 1, inputs, seed).rows.numpy()
-
-
-def random_q3_k(inputs: int, seed: int) -> np.ndarray:
-    """One row of blocks, which end with a float16."""
-    rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (inputs // 256, 110), dtype=np.uint8)
-    blocks[:, 108:] = rng.normal(0, 0.002, (len(blocks), 1)).astype(np.float16).view(np.uint8)
-    return blocks.reshape(1, -1)
+    rows = [
+        random_rows(kind.name, 1, flat.shape[1], zlib.crc32(row.tobytes())).rows for row in flat
+    ]
+    return torch.cat(rows).numpy().reshape(*values.shape[:-1], -1)
 
 
 def kinds(model: GGUFModel, mix: dict[str, str], other: str) -> dict[str, QuantType]:
@@ -236,21 +224,12 @@ def test_levels_of_8_bits(wide: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert_like_transformers(path, dequantised(wide, mix, "IQ4_XS"))
 
 
-def test_codes_of_3_bits_are_held_as_those_of_6(
-    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_of_2_and_3_bits(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As files called Q2_K have them."""
     monkeypatch.setattr(gguf.quants, "quantize", any_quantize)
-    path, folder = written(wide, tmp_path / "m.gguf", {}, "Q3_K"), tmp_path / "codes"
-    folder.mkdir()
-    assert convert_gguf(path, folder, keeps_codes=True) == "Q3_K GGUF, codes as Q6_K"
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    with CheckpointReader(folder) as reader:
-        found = reader.weight("model.layers.1.mlp.down_proj.weight", torch.float32)
-    assert isinstance(found, CodedWeight) and found.formats == ("Q6_K",)
-    numbers = gguf.quants.dequantize(stored["blk.1.ffn_down.weight"].data, QuantType.Q3_K)
-    assert np.array_equal(found.numbers().numpy().view(np.int32), numbers.view(np.int32))
-    assert len(np.unique(numbers)) > 1000
-    assert_like_transformers(path, dequantised(wide, {}, "Q3_K"))
+    mix = {"ffn_down": "Q3_K", "attn_v": "Q4_K", "attn_output": "Q3_K", "token_embd": "Q6_K"}
+    path = written(wide, tmp_path / "m.gguf", mix, "Q2_K")
+    assert_like_transformers(path, dequantised(wide, mix, "Q2_K"))
 
 
 def test_a_decode_is_replayed_and_moves_no_bit(

@@ -31,14 +31,13 @@ from nanoengine.loading.gguf.parts import names_beside
 from nanoengine.loading.gguf.reader import open_gguf
 from nanoengine.loading.gguf.settings import check_supported, model_config, sampling_config
 from nanoengine.loading.gguf.tensors import TILED, GgufTensor, hf_tensors
-from nanoengine.loading.gguf.three_bits import as_six_bits
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
 from nanoengine.loading.steady_file import SteadyFile
 from nanoengine.models.families import OUT_IS_TILED
 from nanoengine.models.stored_codes import CODES_KEY, OF_GGUF, TAKEN_APART
 
 logger = logging.getLogger(__name__)
-CONVERTER_VERSION = 7  # part of the cache key: raise it when the written folder changes
+CONVERTER_VERSION = 8  # part of the cache key: raise it when the written folder changes
 
 CHUNK_ELEMENTS = 4 << 20  # dequantised at a time: 16 MiB of float32
 LARGE_GROWTH = 1 << 30  # bytes; a user wants to know of these before they are written
@@ -72,9 +71,7 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     sampling = sampling_config(metadata)
     _write_json(target / "generation_config.json", {"eos_token_id": eos_ids} | sampling)
     _write_safetensors(target / "model.safetensors", tensors, files)
-    if not stays:
-        return f"{kind} GGUF, dequantised to bfloat16"
-    return f"{kind} GGUF, codes as {'stored' if OF_GGUF[kind] == kind else OF_GGUF[kind]}"
+    return f"{kind} GGUF, {'codes as stored' if stays else 'dequantised to bfloat16'}"
 
 
 def read_gguf_config(source: Path) -> dict[str, Any]:
@@ -126,10 +123,10 @@ def _check_types(path: Path, stored: Mapping[str, Any]) -> None:
 
 def _with_codes(tensor: GgufTensor) -> GgufTensor:
     """The tensor as it stays, if it is a matrix of codes."""
-    code_format = OF_GGUF.get(tensor.quant_type.name, "")
+    name = tensor.quant_type.name
     is_matrix = len(tensor.shape) == 2 and tensor.change is None
     is_matrix = is_matrix and not tensor.name.endswith(TAKEN_APART)
-    return replace(tensor, code_format=code_format if is_matrix else "")
+    return replace(tensor, code_format=name if name in OF_GGUF and is_matrix else "")
 
 
 def _tell_growth(
@@ -187,8 +184,7 @@ def _write_tensor(file: BinaryIO, tensor: GgufTensor) -> None:
 
     for data in _row_chunks(tensor):
         if tensor.code_format:
-            is_held_so = tensor.quant_type.name == tensor.code_format
-            file.write((data if is_held_so else as_six_bits(data)).tobytes())
+            file.write(data.tobytes())
             continue
         array = np.array(gguf.quants.dequantize(data, tensor.quant_type), dtype=np.float32)
         values = torch.from_numpy(array)
