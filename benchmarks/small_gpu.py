@@ -5,7 +5,7 @@ Measures nothing: speeds follow from the bandwidths in CARDS, and the page says 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,20 @@ def q4_k_m(model: ModelConfig) -> StoredWeights:
     return StoredWeights(forms, is_gguf=True)
 
 
+def q3_k_m(model: ModelConfig) -> StoredWeights:
+    """As llama.cpp's Q3_K_M has a model: what attention gives, down and qkv in one are Q4_K, in the
+    first layers Q5_K, and the head is Q6_K.
+    """
+    forms = {EMBEDDINGS: "Q3_K", "lm_head.weight": "Q6_K"}
+    ends = ("v_proj.weight", "o_proj.weight", "down_proj.weight", "_qkv.weight")
+    for name in layer_matrices(model):
+        layer = int(name.split(".")[2])
+        is_first = layer < 2 if name.endswith("v_proj.weight") else layer < model.num_layers // 16
+        has_more_bits = is_first and name.endswith(("v_proj.weight", "down_proj.weight"))
+        forms[name] = "Q5_K" if has_more_bits else "Q4_K" if name.endswith(ends) else "Q3_K"
+    return StoredWeights(forms, is_gguf=True)
+
+
 @dataclass(frozen=True)
 class Model:
     """A model as its weights are held, and the cards that it is shown for."""
@@ -88,17 +102,18 @@ class Model:
     name: str
     shape: ModelConfig
     cards: tuple[str, ...]
-    is_gguf: bool = False
+    stored: Callable[[ModelConfig], StoredWeights] | None = None
     contexts: tuple[int, ...] = CONTEXTS
 
 
 ROWS = (
     Model("Llama 3.2 3B, bfloat16", LLAMA_3B, ("16 GB",)),
-    Model("Llama 3.1 8B, Q4_K_M", LLAMA_8B, ("16 GB", "24 GB"), True),
+    Model("Llama 3.1 8B, Q4_K_M", LLAMA_8B, ("16 GB", "24 GB"), q4_k_m),
     Model("gpt-oss 20B, MXFP4", GPT_OSS_20B, ("16 GB", "24 GB")),
     Model("Llama 3.1 8B, bfloat16", LLAMA_8B, ("24 GB",)),
-    Model("Qwen3 30B-A3B, Q4_K_M", QWEN3_30B_A3B, ("24 GB",), True),
-    Model("Qwen3.6 27B, Q4_K_M", QWEN3_6_27B, ("24 GB",), True, (*CONTEXTS, 262_144)),
+    Model("Qwen3 30B-A3B, Q4_K_M", QWEN3_30B_A3B, ("24 GB",), q4_k_m),
+    Model("Qwen3.6 27B, Q3_K_M", QWEN3_6_27B, ("16 GB",), q3_k_m),
+    Model("Qwen3.6 27B, Q4_K_M", QWEN3_6_27B, ("24 GB",), q4_k_m, (*CONTEXTS, 262_144)),
 )
 
 
@@ -128,7 +143,7 @@ def forecast(card: str, model: Model, context: int, kv_dtype: str | None = None)
     """What the plan says of a model on a card."""
     gib, read_gb_per_s = CARDS[card]
     hardware = Hardware(gib * GIB, RAM_GIB * GIB, read_gb_per_s, LINK_GB_PER_S)
-    stored = q4_k_m(model.shape) if model.is_gguf else None
+    stored = model.stored(model.shape) if model.stored else None
     settings = {"quantization": "gguf" if stored else None, "kv_offload_dtype": kv_dtype}
     config = make_config("shapes", settings)
     made = Forecaster(config, model.shape, hardware, stored).forecast(context)

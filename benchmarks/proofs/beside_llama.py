@@ -90,8 +90,7 @@ def compare_logits(name: str, case: Case, python: str, folder: Path) -> Row:
     tasks: list[dict[str, Any]] = []
     for form in case.forms:
         forms.append(folder / f"{len(forms)}.gguf")
-        files = {"source": str(forms[-2]), "target": str(forms[-1])}
-        tasks.append({**files, "ftype": form, "pure": case.is_pure})
+        tasks.append({"source": str(forms[-2]), "target": str(forms[-1]), "ftype": form})
     task = {"model": str(forms[-1]), "prompt": prompt, "forced": forced, "out": str(out)}
     answer = ask(python, [*tasks, task], folder)[-1]
     row = {"name": name, "architecture": case.tiny, "known": case.known}

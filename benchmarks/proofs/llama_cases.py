@@ -48,7 +48,7 @@ class Case:
     change: of the file. tolerance: of the difference of logits, over their spread. known: why ours
     and theirs differ, with the proof. drafts: it has a layer more, for multi-token prediction.
     forms: those (llama_ftype) in which llama.cpp writes the weights one after the other; the engine
-    reads the first, and llama.cpp the last. is_pure: all weights in this one form.
+    reads the first, and llama.cpp the last.
     """
 
     tiny: str
@@ -58,7 +58,6 @@ class Case:
     known: str = ""
     drafts: bool = False
     forms: tuple[int, ...] = ()
-    is_pure: bool = False
 
 
 def with_settings(**settings: Any) -> Change:
@@ -164,9 +163,10 @@ YARN = {
     "rope__scaling__factor": 4.0,
     "rope__scaling__original_context_length": 64,
 }
-F32, BF16 = 0, 32
+F32 = 0
 FTYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K_M": 15}
-FTYPES |= {"Q5_K_M": 17, "Q6_K": 18, "Q3_K_M": 12, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32}
+FTYPES |= {"Q5_K_M": 17, "Q6_K": 18, "Q2_K": 10, "Q3_K_M": 12, "IQ4_NL": 25, "IQ4_XS": 30}
+FTYPES |= {"BF16": 32}
 
 
 # Of vocabularies, by name. The models' own patterns are in tests/text/test_tokenizer.py.
@@ -249,8 +249,6 @@ def variants() -> dict[str, Case]:
     forms = FTYPES["Q4_K_M"], F32
     of_laguna = with_settings(**own_factor)
     found["laguna in Q4_K_M"] = Case("laguna", wide, of_laguna, forms=forms)
-    # Of Q2_K the engine makes numbers of 16 bits; of what else such a file has, it does not.
-    found["llama in Q2_K"] = Case("llama", WIDE, forms=(10, BF16, F32), is_pure=True)
     return found
 
 

@@ -4,9 +4,9 @@ installed: `PYTHON llama_peer.py WORK.json`.
 WORK.json holds a list of tasks, done up to the first that fails:
 {"model", "prompt", "forced", "out"}: the logits after every token of the prompt, computed in one
 batch, and after each forced token, computed alone, in fp32, go to the file `out` (numpy).
-{"source", "target", "ftype", "pure"}: the model in another form (llama_ftype), by llama.cpp's own
-quantisers and dequantisers; if pure, all of it. {"model", "texts"}: their token ids. Prints one
-line of JSON for each task: {"ids": ...}, {"ok": true}, or {"error": llama.cpp's words}.
+{"source", "target", "ftype"}: the model in another form (llama_ftype), by llama.cpp's own
+quantisers and dequantisers. {"model", "texts"}: their token ids. Prints one line of JSON for each
+task: {"ids": ...}, {"ok": true}, or {"error": llama.cpp's words}.
 
 `PYTHON llama_peer.py -` takes a task from each line of its input instead, and does it in a process
 of its own, which llama.cpp may end.
@@ -91,7 +91,6 @@ def write_as(task: dict[str, Any]) -> dict[str, Any]:
     SAID.clear()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.nthread, params.allow_requantize = task["ftype"], 1, True
-    params.pure = task["pure"]
     if llama_cpp.llama_model_quantize(task["source"].encode(), task["target"].encode(), params):
         raise ValueError(" / ".join(SAID[-3:]).strip())
     return {"ok": True}

@@ -185,6 +185,10 @@ enum { SCALES = 2 * PANEL * 128 };
 INLINE int64_t scales_in_group(const int format) { return (format == Q2_K ? 4 : 2) * PANEL; }
 INLINE int64_t groups_at_once(const int format) { return SCALES / scales_in_group(format); }
 
+/* Rows of a call from which on they are made. Four rows of Q2_K cannot do without: GCC would keep no sums in
+ * registers. */
+INLINE int least_ready(const int format) { return format == Q2_K ? 4 : SUM_ROWS; }
+
 INLINE void unpack_scales(const char *panel, int64_t first, int64_t last, float *out, const int format) {
     const int64_t per_block = FORMAT[format].weights / GROUP;
     for (int64_t group = first; group < last; group++, out += scales_in_group(format))
@@ -204,7 +208,7 @@ typedef struct {
     int64_t x_stride;
     const float *row_sums;       /* of sum_rows, from group `first` on, where there are minima */
     int64_t row_sums_stride;
-    const float *scales;         /* of unpack_scales, from group `first` on; NULL of fewer than SUM_ROWS */
+    const float *scales;         /* of unpack_scales, from group `first` on; NULL of fewer rows than least_ready */
     int is_cold, is_read_once;   /* nobody has asked for the run yet; no other rows meet it after these */
     const char *ahead;           /* what to ask for, and how many bytes of it with each word */
     int64_t ahead_bytes;
@@ -214,7 +218,7 @@ typedef struct {
 INLINE void fold_in(const sums_t *s, const summed_t *p, int64_t group, const int fold, sums_t *out, const int rows,
                     const int vecs, const int format) {
     const int64_t per_block = FORMAT[format].weights / GROUP;
-    const int folds = 1 + is_of_16(format), is_ready = rows == SUM_ROWS || (rows == 4 && p->scales);
+    const int folds = 1 + is_of_16(format), is_ready = rows >= least_ready(format) || (rows == 4 && p->scales);
     UNROLL for (int v = 0; v < vecs; v++) {
         vf d, m = {0};
         if (is_ready) {

@@ -173,7 +173,7 @@ static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64
     const int is_wide = groups_summed(w) < groups;
     const int64_t bytes = group_bytes((int)w->format), passes = num_passes(rows, columns);
     const int is_shared = rows > 2 && rows <= SHARED_ROWS; /* what comes next, among the passes */
-    float *scales = rows >= SUM_ROWS ? (float *)scratch->numbers + SUMS_ROOM : NULL;
+    float *scales = rows >= least_ready((int)w->format) ? (float *)scratch->numbers + SUMS_ROOM : NULL;
     const char *panel = panel_of(w, column);
     for (int64_t first = 0, last; first < groups; first = last, is_warm = 1) {
         last = min64(first + at_once, groups);

@@ -40,6 +40,7 @@ READ_EFFICIENCY = 0.82
 FOUR_BITS = 0.65
 # Tokens of a step, and of a layer in a buffer, on a GPU that is full without them.
 SMALL = {"max_num_batched_tokens": 512, "slot_tokens": 4096}
+FEW = SMALL | {"max_num_seqs": 4}  # whose logits take less
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,12 +315,16 @@ class Forecaster:
         return self._offloaded(max_model_len=asked, kv_offload_gib=gib)
 
     def _offloaded(self, **settings: Any) -> _Fit:
-        """The fit with KV offload, and with smaller steps and a smaller ring if it needs them."""
+        """The fit with KV offload; if it needs them, with smaller steps and a smaller ring, and with
+        few requests at once.
+        """
         settings |= {"enable_cpu_offload": True}
         gib = self._left_open(kv_offload_gib=settings.pop("kv_offload_gib"))
-        return self._try(**settings, **gib) or self._fit(
-            **settings, **gib, **self._left_open(**SMALL)
-        )
+        for smaller in ({}, SMALL):
+            fit = self._try(**settings, **gib, **self._left_open(**smaller))
+            if fit is not None:
+                return fit
+        return self._fit(**settings, **gib, **self._left_open(**FEW))
 
     def _refusal(self, context: int, longest: MemoryPlan) -> str:
         """Why `context` tokens cannot be reached, and what would reach them."""

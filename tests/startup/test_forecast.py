@@ -16,7 +16,7 @@ from nanoengine.config.model import ExpertsConfig, ModelConfig, RecurrentConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.loading.stored_weights import StoredWeights
 from nanoengine.models.make_codes import ENDS
-from nanoengine.startup.forecast import READ_EFFICIENCY, Forecaster, Hardware
+from nanoengine.startup.forecast import READ_EFFICIENCY, Forecast, Forecaster, Hardware
 from nanoengine.startup.weight_bytes import layer_matrices
 
 ROOT = Path(__file__).parents[2]
@@ -200,6 +200,23 @@ def test_recurrent_layers_in_codes_fit_a_small_gpu() -> None:
     )
     made = Forecaster(settings, small_gpu.QWEN3_6_27B, hardware, stored).forecast(4096)
     assert 15 < made.plan.weight_bytes / GIB < 16.5
+
+
+def test_few_requests_at_once_where_weights_leave_little() -> None:
+    """The same as Q3_K_M has it, on a card of 16 GB. What was given stays as it is."""
+    stored = small_gpu.q3_k_m(small_gpu.QWEN3_6_27B)
+    hardware = Hardware(16 * GIB, 32 * GIB, 600.0, 25.0)
+
+    def planned(**given: Any) -> Forecast:
+        config = EngineConfig("m", quantization="gguf", **given)
+        return Forecaster(config, small_gpu.QWEN3_6_27B, hardware, stored).forecast(64000)
+
+    made = planned()
+    assert 12 < made.plan.weight_bytes / GIB < 12.5 and not made.refusal
+    assert made.settings["max_num_seqs"] == 4 and made.settings["max_num_batched_tokens"] == 512
+    assert planned(gpu_memory_utilization=0.95).settings.get("max_num_seqs") is None
+    with pytest.raises(OutOfMemoryError, match="the weights take 12.36 GiB"):
+        planned(max_num_seqs=48)
 
 
 def test_an_embedding_in_codes_is_no_longer_than_it_is() -> None:
