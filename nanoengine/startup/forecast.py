@@ -315,8 +315,8 @@ class Forecaster:
         return self._offloaded(max_model_len=asked, kv_offload_gib=gib)
 
     def _offloaded(self, **settings: Any) -> _Fit:
-        """The fit with KV offload; if it needs them, with smaller steps and a smaller ring, and with
-        few requests at once.
+        """The fit with KV offload and, if it needs them, smaller steps and a smaller ring, or few
+        requests at once, too.
         """
         settings |= {"enable_cpu_offload": True}
         gib = self._left_open(kv_offload_gib=settings.pop("kv_offload_gib"))

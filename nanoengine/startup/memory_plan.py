@@ -302,8 +302,8 @@ def _device_blocks(
     if budget < spec.block_bytes:
         raise OutOfMemoryError(
             f"{fine_gib(max(0, budget))} are left for KV, but one block of {spec.block_size} "
-            f"tokens needs {fine_gib(spec.block_bytes)}; raise {setting} or lower "
-            "kvcache_block_size"
+            f"tokens needs {fine_gib(spec.block_bytes)}; raise {setting}, or lower "
+            "max_num_batched_tokens, max_num_seqs or kvcache_block_size"
         )
     return budget // spec.block_bytes
 
