@@ -238,8 +238,7 @@ INLINE void fold_in(const sums_t *s, const summed_t *p, int64_t group, const int
 }
 
 /* acc[r][v] += x[r] . w[v] over a run of groups; what acc held counts if it is not the first. acc is [rows][PANEL]. */
-INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const int vecs, const int is_read_once,
-                          const int format) {
+INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const int vecs, const int format) {
     const int bits = bits_of(format), in_word = 16 / bits;
     const int folds = 1 + is_of_16(format), words_before = bits == 6 ? 4 : 1; /* those of the first 16 weights */
     const int64_t x_stride = p->x_stride;
@@ -255,7 +254,7 @@ INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const i
             sums_t s;
             UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) s.of[r][v] = (vf){0};
             for (int w = first; w < last; w++) {
-                if (is_read_once) ahead = prefetch_once(ahead, group_bytes(format) / bits);
+                if (rows <= 2 && p->is_read_once) ahead = prefetch_once(ahead, group_bytes(format) / bits);
                 else ahead = prefetch_far(ahead, p->ahead_bytes);
                 if (bits == 3) continue;
                 UNROLL for (int i = 0; i < in_word; i++)
@@ -276,8 +275,7 @@ INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const i
 typedef void multiply_sums_t(const summed_t *, float *);
 #define MULTIPLY_SUMS(format, rows, columns)                                                        \
     static void sum_##format##_##rows##_##columns(const summed_t *p, float *acc) {                  \
-        if (rows <= 2 && p->is_read_once) multiply_sums(p, acc, rows, columns / LANES, 1, format);  \
-        else multiply_sums(p, acc, rows, columns / LANES, 0, format);                               \
+        multiply_sums(p, acc, rows, columns / LANES, format);                                       \
     }
 #define SUMMED(format)                                                                              \
     static void unpack_scales_##format(const char *panel, int64_t first, int64_t last, float *out) { \
