@@ -113,7 +113,7 @@ class PackedExperts:
         """Of so many rows of the hidden or the inner size, rounded or in blocks for each expert."""
         blocks = rows + PAIR_ROWS * min(rows, len(self._experts))
         each = [*chain(*self._experts)]
-        rounded = max((weight.inputs for weight in each if weight.is_rounded), default=0)
+        rounded = max((weight.inputs for weight in each if weight.form.is_rounded), default=0)
         arranged = max((weight.inputs for weight in each if weight.is_left), default=0)
         itemsize = each[0].dtype.itemsize
         return max(rows * rounded // GROUP * ROUNDED_GROUP_BYTES, blocks * arranged * itemsize)

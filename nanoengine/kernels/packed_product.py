@@ -29,7 +29,7 @@ class PackedProduct:
     @property
     def num_bytes(self) -> int:
         """What its weights take."""
-        return sum(weight.panels.nbytes for weight in self.weights)
+        return sum(weight.nbytes for weight in self.weights)
 
     @property
     def weight(self) -> PackedWeight:

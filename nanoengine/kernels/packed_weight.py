@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -77,6 +78,33 @@ class WeightArena:
         self._advise(self._piece.data_ptr(), len(self._piece))
 
 
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How a weight is held and multiplied. dtype: of activations; code_format: a key of _FORMATS;
+    activation: of gates, a key of ACTIVATIONS; is_tiled: in matrix tiles, where numbers of 16 bits
+    are multiplied; is_rounded: rows are rounded to 8 bits, see cpu_int8.h; has_byte_tiles: many
+    such rows are multiplied in tiles.
+    """
+
+    dtype: torch.dtype
+    code_format: str = ""
+    activation: str = ""
+    is_tiled: bool = False
+    is_rounded: bool = False
+    has_byte_tiles: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTensors:
+    """What C reads of a weight. bias: float32, in the order of the panels; norm: (weight [inputs],
+    eps) of an RMSNorm of the rows.
+    """
+
+    panels: Tensor
+    bias: Tensor | None
+    norm: tuple[Tensor, float] | None
+
+
 class PackedWeight:
     """A packed weight as C sees it. It keeps the tensors alive that it points to."""
 
@@ -85,36 +113,38 @@ class PackedWeight:
         library: ctypes.CDLL,
         tape: CallTape,
         workspace: Workspace,
-        panels: Tensor,
-        bias: Tensor | None,
-        norm: tuple[Tensor, float] | None,
+        tensors: WeightTensors,
         shape: tuple[int, int],
-        activation: str,
-        is_tiled: bool,
-        dtype: torch.dtype,
-        code_format: str,
-        is_rounded: bool,
-        has_byte_tiles: bool,
+        form: WeightForm,
     ) -> None:
-        norm_weight, eps = norm or (None, 0.0)
-        self.dtype = dtype
-        self.library, self.panels, self.bias, self.norm_weight = library, panels, bias, norm_weight
+        """shape: outputs and inputs."""
+        norm_weight, eps = tensors.norm or (None, 0.0)
+        self.library, self.tape, self._workspace = library, tape, workspace
+        self.dtype, self._tensors, self.form = form.dtype, tensors, form
         self.outputs, self.inputs = shape
-        pointers = (0 if t is None else t.data_ptr() for t in (panels, bias, norm_weight))
-        is_norm_bf16 = norm is not None and norm[0].dtype is torch.bfloat16
-        kinds = ACTIVATIONS.get(activation, 0), is_tiled, _FORMATS[code_format]
-        of_bytes = is_rounded, has_byte_tiles
-        self._workspace, self._has_norm = workspace, norm is not None
-        self.is_tiled = is_tiled
-        self.is_left = is_tiled and bool(library.is_left_format(_FORMATS[code_format]))
-        self._most_as_they_are = 0
-        if is_tiled:
+        pointers = (
+            0 if t is None else t.data_ptr() for t in (tensors.panels, tensors.bias, norm_weight)
+        )
+        number = _FORMATS[form.code_format]
+        self.is_left = form.is_tiled and bool(library.is_left_format(number))
+        self._has_norm, self._most_as_they_are = norm_weight is not None, 0
+        if form.is_tiled:
             self._most_as_they_are = 1 if self.is_left else _TILED_ROWS
-        self.is_rounded = is_rounded
-        record = _WEIGHT.pack(*pointers, *shape, *kinds, *of_bytes, is_norm_bf16, eps)
+        record = _WEIGHT.pack(
+            *pointers,
+            *shape,
+            *(ACTIVATIONS.get(form.activation, 0), form.is_tiled, number),
+            *(form.is_rounded, form.has_byte_tiles),
+            norm_weight is not None and norm_weight.dtype is torch.bfloat16,
+            eps,
+        )
         self._record = ctypes.create_string_buffer(record)
         self.address = ctypes.addressof(self._record)
-        self.tape = tape
+
+    @property
+    def nbytes(self) -> int:
+        """Of its numbers or codes, and what fills the last panel."""
+        return self._tensors.panels.nbytes
 
     def call(self, x: Tensor, out: Tensor, epilogue: int) -> tuple[bytes, Tensor | None]:
         """out (epilogue) norm(x) W^T as C takes it, and the scratch memory that points to.
@@ -157,7 +187,7 @@ class PackedWeight:
         if 0 < self._most_as_they_are < tokens:
             return -(-tokens // _TILED_ROWS) * _TILED_ROWS + tokens * self._has_norm
         is_large = tokens * self.inputs * self.dtype.itemsize > _PRIVATE_BYTES
-        return tokens if is_large and (self._has_norm or self.is_rounded) else 0
+        return tokens if is_large and (self._has_norm or self.form.is_rounded) else 0
 
 
 class WeightPacker:
@@ -225,21 +255,21 @@ class WeightPacker:
         else:
             panels, code_format = in_12_bits, _BF12
         is_rounded = self._rounds_rows and code_format in INTEGER_FORMATS
-        packed = PackedWeight(
-            self._library,
-            self._tape,
-            self._workspace,
+        form = WeightForm(
+            self._dtype,
+            code_format,
+            activation,
+            is_tiled=self._has_tiles and inputs % _TILE_K == 0 and not is_rounded,
+            is_rounded=is_rounded,
+            has_byte_tiles=is_rounded and self._has_byte_tiles,
+        )
+        tensors = WeightTensors(
             panels,
             _pack_biases(biases, padded) if biases else None,
             norm and (norm[0].contiguous(), norm[1]),
-            (outputs, inputs),
-            activation,
-            self._has_tiles and inputs % _TILE_K == 0 and not is_rounded,
-            self._dtype,
-            code_format,
-            is_rounded,
-            is_rounded and self._has_byte_tiles,
         )
+        own = self._library, self._tape, self._workspace
+        packed = PackedWeight(*own, tensors, (outputs, inputs), form)
         if in_12_bits is None:
             self._fill(packed, held)
         return packed

@@ -81,7 +81,7 @@ def test_every_number_of_fp8(packer):
 def sums_codes(packer: CpuLinear, name: str) -> bool:
     """Whether products are sums of codes, not of weights that were rounded to bfloat16."""
     [weight] = packer.pack(random_weight(name, 64, 256, packer.dtype)).weights
-    return packer.dtype is BF16 and name in SUMMED and not weight.is_tiled
+    return packer.dtype is BF16 and name in SUMMED and not weight.form.is_tiled
 
 
 def size_of_terms(name: str, weight: CodedWeight, x: Tensor) -> Tensor:
