@@ -150,6 +150,19 @@ def _scale_of_sixteen(
 
 
 @triton.jit
+def _scale_of_four(halves, scales, n, is_output, at, stride, K: tl.constexpr):
+    """Of NVFP4, for each word of 8 codes, of which two share a scale: in FP8, times a float32, or
+    divided by one that is held below 0.
+    """
+    shift = tl.arange(0, K // 16) % 4 * 8
+    four = _words(scales, n, is_output, at, stride, 64, 16, K) >> shift[None, :]
+    whole = _words(halves, n, is_output, at, stride, 64, 16, K).to(tl.float32, bitcast=True)
+    d, divisor = _e4m3(four << 24 >> 24), tl.where(whole < 0, -whole, 1.0)
+    d = tl.where(whole < 0, tl.div_rn(d, divisor), d * whole)
+    return tl.reshape(tl.join(d, d), [n.shape[0], K // 8])
+
+
+@triton.jit
 def _bits_in_lanes(
     plane, n, is_output, at, stride, BITS: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
@@ -267,10 +280,7 @@ def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.const
         d = _words(halves, n, is_output, at, stride, 32, C, K).to(tl.float32, bitcast=True)
         weights = d[:, :, None] * _e4m3(code)
     elif FORMAT == "NVFP4":
-        four = _words(scales, n, is_output, at, stride, 64, C, K) >> (w // 2 % 4 * 8)[None, :]
-        whole = _words(halves, n, is_output, at, stride, 64, C, K).to(tl.float32, bitcast=True)
-        d, divisor = _e4m3(four << 24 >> 24), tl.where(whole < 0, -whole, 1.0)
-        d = tl.where(whole < 0, tl.div_rn(d, divisor), d * whole)
+        d = _scale_of_four(halves, scales, n, is_output, at, stride, K)
         weights = d[:, :, None] * _e2m1(code)
     elif FORMAT == "NF4":
         d = _words(halves, n, is_output, at, stride, 64, C, K).to(tl.float32, bitcast=True)
