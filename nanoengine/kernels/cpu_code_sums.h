@@ -142,13 +142,13 @@ INLINE int has_minimum(const int format) {
 
 /* How many sums of a row that has so many groups, with what fills the last vector. */
 INLINE int64_t sums_in_vectors(int64_t groups, int format) {
-    return ceil_div(groups * (1 + is_of_16(format)), LANES) * LANES;
+    return ceil_div(groups * halves_of(format), LANES) * LANES;
 }
 
 /* out[r][i] = the sum of a row's 32 values in group i, or of the 16 in half a group; a row takes sums_in_vectors of
  * its groups. */
 static void sum_rows(const char *x, int64_t x_stride, int64_t rows, int64_t groups, float *out, int format) {
-    const int64_t sums = groups * (1 + is_of_16(format)), bytes = 2 * GROUP * groups / sums;
+    const int64_t sums = groups * halves_of(format), bytes = 2 * GROUP / halves_of(format);
     const __mmask32 is_summed = is_of_16(format) ? 0xffff : 0xffffffff;
     const vf ones = (vf)splat_i(0x3f803f80);
     for (int64_t r = 0; r < rows; r++)
@@ -196,7 +196,7 @@ INLINE void unpack_scales(const char *panel, int64_t first, int64_t last, float 
             const scales_t s = scales_of(block_at(panel, group / per_block, v, format), group % per_block, format);
             store(out + v, s.d[0]);
             store(out + PANEL + v, is_of_16(format) ? s.d[1] : s.m[0]);
-            UNROLL for (int h = 0; h < 2 && format == Q2_K; h++) store(out + (2 + h) * PANEL + v, s.m[h]);
+            if (format == Q2_K) store(out + 2 * PANEL + v, s.m[0]), store(out + 3 * PANEL + v, s.m[1]);
         }
 }
 
@@ -218,7 +218,7 @@ typedef struct {
 INLINE void fold_in(const sums_t *s, const summed_t *p, int64_t group, const int fold, sums_t *out, const int rows,
                     const int vecs, const int format) {
     const int64_t per_block = FORMAT[format].weights / GROUP;
-    const int folds = 1 + is_of_16(format), is_ready = rows >= least_ready(format) || (rows == 4 && p->scales);
+    const int folds = halves_of(format), is_ready = rows >= least_ready(format) || (rows == 4 && p->scales);
     UNROLL for (int v = 0; v < vecs; v++) {
         vf d, m = {0};
         if (is_ready) {
@@ -240,7 +240,7 @@ INLINE void fold_in(const sums_t *s, const summed_t *p, int64_t group, const int
 /* acc[r][v] += x[r] . w[v] over a run of groups; what acc held counts if it is not the first. acc is [rows][PANEL]. */
 INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const int vecs, const int format) {
     const int bits = bits_of(format), in_word = 16 / bits;
-    const int folds = 1 + is_of_16(format), words_before = bits == 6 ? 4 : 1; /* those of the first 16 weights */
+    const int folds = halves_of(format), words_before = bits == 6 ? 4 : 1; /* those of the first 16 weights */
     const int64_t x_stride = p->x_stride;
     const numbers_t numbers = numbers_of(format);
     const char *x = p->x + p->first * 2 * GROUP, *ahead = p->ahead;

@@ -115,6 +115,8 @@ typedef struct { vf d[2], m[2]; } scales_t; /* of the first and the last 16 weig
 
 /* Whether 16 weights have a scale of 4 to 8 bits, in units of that of their block. */
 INLINE int is_of_16(const int format) { return format == Q2_K || format == Q3_K || format == Q6_K; }
+/* The parts of a group with a scale each. */
+INLINE int halves_of(const int format) { return is_of_16(format) ? 2 : 1; }
 
 /* The code that is 0, where the file says no minimum. */
 INLINE int code_of_zero(const int format) {

@@ -25,8 +25,6 @@ INLINE int has_minima(const int format) {
            format == INT4 || format == INT8;
 }
 INLINE int has_signs(const int format) { return format == Q8_0 || format == INT8 || is_iq4(format); }
-/* The parts of a group with a scale each. */
-INLINE int halves_of(const int format) { return is_of_16(format) ? 2 : 1; }
 
 /* ---- sums of bytes ---------------------------------------------------------------------------- */
 

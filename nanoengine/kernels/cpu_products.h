@@ -181,7 +181,7 @@ static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64
         const int is_cold = !is_warm || !is_shared;
         const char *end = panel + last * bytes;
         memory_ahead_t next = {end, is_shared ? end + after * bytes : end, passes - is_cold};
-        const int64_t skipped = is_wide ? 0 : first * (1 + is_of_16((int)w->format));
+        const int64_t skipped = is_wide ? 0 : first * halves_of((int)w->format);
         const int64_t stride = sums_in_vectors(is_wide ? last - first : groups, (int)w->format);
         if (is_wide) sum_groups(c, row, rows, first, last, scratch);
         if (scales) SCALE_UNPACKERS[w->format](panel, first, last, scales);
