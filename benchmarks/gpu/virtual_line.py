@@ -94,7 +94,7 @@ def rows_of(scale: Scale) -> Iterator[Row]:
         patches.enter_context(mock.patch("benchmarks.gpu.gpu_measure.free_memory", lambda: None))
         gpu.costs = costs_of(folder, scale, gpu)
         patches.enter_context(mock.patch("benchmarks.gpu.gpu_line.running", partial(_run, running)))
-        for row in line(folder, scale):
+        for row in line(folder, replace(scale, packed_contexts=())):  # 12 bits are of bfloat16
             yield _grown(row)
 
 

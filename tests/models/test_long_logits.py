@@ -23,7 +23,8 @@ OFFLOAD = {"enable_cpu_offload": True, "kv_offload_gib": 0.9, "num_gpu_blocks": 
 MODES: dict[str, dict[str, Any]] = {
     "resident": {"num_gpu_blocks": 66},
     "in_place": OFFLOAD | {"offload_mode": "in_place"},
-    "stream": OFFLOAD | {"offload_mode": "stream"},
+    # without drafts, whose rows have logits, too
+    "stream": OFFLOAD | {"offload_mode": "stream", "speculative": "off"},
 }
 
 
