@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.triton_code_kernels import _e2m1, _e4m3, _iq4, _nf4
+from nanoengine.kernels.triton_code_numbers import _e2m1, _e4m3, _iq4, _nf4
 
 
 @triton.jit

@@ -21,7 +21,8 @@ from nanoengine.kernels.triton_code_fields import (
     _packed_fields,
     _packed_low,
 )
-from nanoengine.kernels.triton_code_kernels import _bias, _chosen_rows, _half
+from nanoengine.kernels.triton_code_kernels import _bias, _chosen_rows
+from nanoengine.kernels.triton_code_numbers import _half
 from nanoengine.kernels.triton_few_scales import _scale_words, _times_scales
 
 

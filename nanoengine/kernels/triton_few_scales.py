@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.triton_code_kernels import _half
+from nanoengine.kernels.triton_code_numbers import _half
 
 
 @triton.jit
