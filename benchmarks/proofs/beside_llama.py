@@ -95,7 +95,7 @@ def compare_logits(name: str, case: Case, python: str, folder: Path) -> Row:
     answer = ask(python, [*tasks, task], folder)[-1]
     row = {"name": name, "architecture": case.tiny, "known": case.known}
     try:
-        ours = our_logits(forms[1] if case.forms else path, prompt, forced)
+        ours = our_logits(forms[-2] if case.forms else path, prompt, forced)
     except ModelLoadError as error:
         return row | answer | {"refused": str(error).replace(str(folder), "")}
     if "error" in answer:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 import numpy as np  # noqa: E402 (the lines above say where the others are)
+from gguf import GGMLQuantizationType as QuantType  # noqa: E402
 from gguf_model import (  # noqa: E402
     ARCHITECTURES,
     SCALINGS,
@@ -47,8 +48,8 @@ class Case:
 
     change: of the file. tolerance: of the difference of logits, over their spread. known: why ours
     and theirs differ, with the proof. drafts: it has a layer more, for multi-token prediction.
-    forms: those (llama_ftype) in which llama.cpp writes the weights one after the other; the engine
-    reads the first, and llama.cpp the last.
+    forms: those (llama_ftype) in which llama.cpp writes the weights one after the other; llama.cpp
+    reads the last, and the engine the one before.
     """
 
     tiny: str
@@ -58,6 +59,17 @@ class Case:
     known: str = ""
     drafts: bool = False
     forms: tuple[int, ...] = ()
+
+
+def in_codes(kind: str) -> Change:
+    """Of layers: their matrices."""
+
+    def change(model: GGUFModel) -> None:
+        for name, values in model.tensors.items():
+            if values.ndim == 2 and name.startswith("blk."):
+                model.types[name] = QuantType[kind]
+
+    return change
 
 
 def with_settings(**settings: Any) -> Change:
@@ -166,7 +178,9 @@ YARN = {
 F32 = 0
 FTYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K_M": 15}
 FTYPES |= {"Q5_K_M": 17, "Q6_K": 18, "Q2_K": 10, "Q3_K_M": 12, "IQ4_NL": 25, "IQ4_XS": 30}
-FTYPES |= {"BF16": 32}
+FTYPES |= {"BF16": 32, "IQ3_S": 26, "TQ1_0": 36, "TQ2_0": 37}
+# Of random codes, as llama.cpp makes none without a sample of activations.
+RANDOM = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")
 
 
 # Of vocabularies, by name. The models' own patterns are in tests/text/test_tokenizer.py.
@@ -245,6 +259,8 @@ def variants() -> dict[str, Case]:
         found[f"{name}, MTP"] = Case(name, OTHERWISE.get(name) or {}, drafts=True)
     for name, ftype in FTYPES.items():
         found[f"llama in {name}"] = Case("llama", WIDE, forms=(ftype, F32))
+    for name in RANDOM:
+        found[f"llama in {name}"] = Case("llama", WIDE, in_codes(name), forms=(F32,))
     wide = WIDE | dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 256)
     forms = FTYPES["Q4_K_M"], F32
     of_laguna = with_settings(**own_factor)

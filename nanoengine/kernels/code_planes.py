@@ -56,11 +56,15 @@ _FIELDS = {
     "Q2_K": _Fields(slice(80, 84), slice(16, 80), scales=slice(0, 16)),
     "Q3_K": _Fields(slice(108, 110), slice(32, 96), high=slice(0, 32), scales=slice(96, 108)),
 }
+# Formats with blocks of the first one.
+AS_Q3_K, AS_IQ4_XS = ("Q3_K", "IQ2", "IQ1"), ("IQ4_XS", "IQ3_XXS", "IQ3_S")
+_FIELDS |= dict.fromkeys(AS_Q3_K, _FIELDS["Q3_K"])
+_FIELDS |= dict.fromkeys(AS_IQ4_XS, _FIELDS["IQ4_XS"])
 IN_BYTES = ("Q8_0", "INT8", "FP8")  # whose codes are bytes with a sign
 IN_SIX_BITS = ("Q4_K", "Q5_K")  # whose scales are
 IN_32_BITS = ("FP8", "NVFP4", "NF4")  # whose one number of a block is
-IN_TWO_BITS = ("Q2_K", "Q3_K")  # whose lowest bits of a code are two
-OF_256 = ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS", *IN_TWO_BITS)  # weights of a block
+IN_TWO_BITS = ("Q2_K", *AS_Q3_K)  # whose lowest bits of a code are two
+OF_256 = ("Q4_K", "Q5_K", "Q6_K", *AS_IQ4_XS, *IN_TWO_BITS)  # weights of a block
 _LANES = 16  # weights side by side for few rows: the inputs of one instruction
 
 
@@ -72,12 +76,12 @@ class CodePlanes:
     codes: words of 8 weights, 4 bits each, or of 4 bytes. If inputs are a multiple of 64, int16:
     16 words hold 64 weights of 4 bits, 128 of 2 or 32 bytes, each word every 16th of them, and the
     block of a NaN is NaN. high: words of the fifth bits of 32 weights; beside codes in int16, int16
-    too: 16 words of the fifth of 256 (of Q3_K, the third), the last ones filled up, or of Q6_K the
+    too: 16 words of the fifth of 256 (AS_Q3_K: the third), the last ones filled up, or of Q6_K the
     fifth and sixth of 128. halves: words of the two numbers of 16 bits of a block (IN_32_BITS: the
-    one of 32), or where it has one, of two blocks (of Q3_K and Q6_K, of two outputs). scales: 3
-    words for a block of Q4_K or Q5_K, see `_six_bits`, or of Q3_K, see `_sixteen`, words of the
+    one of 32), or where it has one, of two blocks (of AS_Q3_K and Q6_K, of two outputs). scales: 3
+    words for a block of Q4_K or Q5_K, see `_six_bits`, or of AS_Q3_K, see `_sixteen`, words of the
     scales of 64 weights of Q2_K, Q6_K or NVFP4, 8 bits each (of Q2_K 4, then 4 of the minimum), or
-    one of the lower 4 bits of those of a block of IQ4_XS, whose upper 2 bits are the second half.
+    one of the lower 4 bits of those of a block as in IQ4_XS, whose upper 2 are the second half.
     """
 
     format: str
@@ -149,7 +153,7 @@ def _pieces(name: str, rows: Tensor) -> dict[str, Tensor]:
             pieces["high"] = _packed(high, 1)
     if fields.scales is not None:
         scales = blocks[..., fields.scales]
-        makes = _six_bits if name in IN_SIX_BITS else _sixteen if name == "Q3_K" else _as_words
+        makes = _six_bits if name in IN_SIX_BITS else _sixteen if name in AS_Q3_K else _as_words
         pieces["scales"] = makes(scales)
     return pieces
 
@@ -174,7 +178,7 @@ def _high(name: str, held: Tensor) -> Tensor:
     if name == "Q6_K":
         return _twos(held)
     shifts = torch.arange(8, dtype=torch.uint8, device=held.device)
-    if name in ("Q3_K", "Q5_K"):
+    if name in (*AS_Q3_K, "Q5_K"):
         return torch.flatten(held.unsqueeze(2) >> shifts[:, None] & 1, 1)
     return torch.flatten(held.unsqueeze(3) >> shifts & 1, 1)
 
@@ -227,6 +231,6 @@ def _halves(name: str, held: Tensor) -> Tensor:
         halves.masked_fill_(halves == 0, 0x40).masked_fill_(halves == 255 << 7, 0x7FC0)
     else:
         halves = held.contiguous().flatten(1).view(torch.int16)
-    if name in ("Q3_K", "Q6_K"):  # becomes words across outputs
+    if name in (*AS_Q3_K, "Q6_K"):  # becomes words across outputs
         return halves
     return functional.pad(halves, (0, halves.shape[1] % 2)).view(torch.int32)

@@ -2,7 +2,7 @@
  * integers are exact, and an output is the same chain over its groups: it has the bits that vectors give.
  *
  * A tile holds the codes of 16 outputs as bytes_of has them, but without the bias, for here both sides have signs. Of
- * Q2_K, Q3_K and Q6_K, where half a group has its own scale, each half is a tile, in which the other half is 0.
+ * formats where half a group has its own scale, each half is a tile, in which the other half is 0.
  */
 #ifndef NANOENGINE_CPU_BYTE_TILES_H
 #define NANOENGINE_CPU_BYTE_TILES_H

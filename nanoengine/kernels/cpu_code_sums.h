@@ -1,7 +1,7 @@
 /* Products with codes of 2 to 6 bits in vectors, where codes are bfloat16 numbers by themselves, as small
  * integers are. So a group's codes are multiplied and added as they are, and its scale comes in once, after
  * that: no weight is made, and none is rounded. Where a group has a minimum, it comes in with the sum of the
- * row's 32 values (of Q2_K, Q3_K and Q6_K a group is two, of 16 weights each):
+ * row's 32 values (of Q2_K, Q3_K, Q6_K, IQ2 and IQ1 a group is two, of 16 weights each):
  *
  *     out = sum over groups of d (sum of code * x) + m (sum of x)
  *
@@ -30,6 +30,7 @@ INLINE int is_summed(int format) {
     switch (format) {
     case Q4_0: case Q4_1: case Q4_K: case MXFP4: case INT4: case IQ4_NL: case IQ4_XS:
     case Q5_0: case Q5_1: case Q5_K: case Q6_K: case Q2_K: case Q3_K:
+    case IQ3_XXS: case IQ3_S: case IQ2: case IQ1:
         return MODE == BF16_PAIRS && HAVE_PAIRS;
     default: return 0;
     }
@@ -289,7 +290,7 @@ typedef void multiply_sums_t(const summed_t *, float *);
                 [4] = {sum_##format##_4_32}, [6] = {sum_##format##_6_32}},
 #if WITH_CODES
 #define EACH_SUMMED(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(IQ4_NL) f(IQ4_XS) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K) \
-    f(Q2_K) f(Q3_K)
+    f(Q2_K) f(Q3_K) f(IQ3_XXS) f(IQ3_S) f(IQ2) f(IQ1)
 #else
 #define EACH_SUMMED(f)
 #endif

@@ -7,7 +7,7 @@
  * of LANES outputs, and no byte more is held than the file has; but for MXFP4, whose scale of 8 bits, a
  * power of two, is held as a bfloat16.
  *
- * A weight is d * code + m, where d and m belong to a group of 32 weights (Q2_K, Q3_K, Q6_K, NVFP4: of 16).
+ * A weight is d * code + m, where d and m belong to a group of 32 weights (Q2_K, Q3_K, Q6_K, NVFP4, IQ2, IQ1: of 16).
  * d, m and d * code are exact in fp32, or m is a multiple of d (Q3_K, Q6_K, INT4, INT8); so a fused step gives the
  * bits of the file's own arithmetic (gguf-py's quants.py and llama.cpp's ggml-quants.c say what that is). In FP8 d
  * is a float32 and m is 0: d * code is rounded once; so it is in NF4, and in NVFP4, whose d was rounded before.
@@ -19,26 +19,8 @@
  */
 #ifndef NANOENGINE_CPU_CODES_H
 #define NANOENGINE_CPU_CODES_H
+#include "cpu_levels.h"
 #include "cpu_tiles.h"
-
-enum { PANEL = 64, GROUP = 32 };
-enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, FP8, NVFP4, NF4, IQ4_NL, IQ4_XS,
-       Q2_K, Q3_K, BF16, F16, BF12, FORMATS };
-
-typedef struct { /* of a block: weights; halves and words, and the bytes where each begin in the file */
-    int64_t weights, halves, words, halves_at, words_at;
-} format_t;
-static const format_t FORMAT[FORMATS] = {
-    [Q4_0] = {32, 1, 4, 0, 2},  [Q4_1] = {32, 2, 4, 0, 4},    [Q5_0] = {32, 1, 5, 0, 2},
-    [Q5_1] = {32, 2, 5, 0, 4},  [Q8_0] = {32, 1, 8, 0, 2},    [Q4_K] = {256, 2, 35, 0, 4},
-    [Q5_K] = {256, 2, 43, 0, 4}, [Q6_K] = {256, 1, 52, 208, 0}, [MXFP4] = {32, 1, 4, 0, 1},
-    [INT4] = {32, 2, 4, 0, 4},  [INT8] = {32, 2, 8, 0, 4},    [FP8] = {32, 0, 9, 0, 0},
-    [NVFP4] = {64, 0, 10, 0, 0}, [NF4] = {64, 0, 9, 0, 0},    [IQ4_NL] = {32, 1, 4, 0, 2},
-    [IQ4_XS] = {256, 2, 33, 0, 4}, [Q2_K] = {256, 2, 20, 80, 0}, [Q3_K] = {256, 1, 27, 108, 0},
-    [BF16] = {32, 0, 16, 0, 0}, [F16] = {32, 0, 16, 0, 0},
-};
-INLINE int64_t block_bytes(int format) { return 2 * FORMAT[format].halves + 4 * FORMAT[format].words; }
-INLINE int64_t file_bytes(int format) { return block_bytes(format) - (format == MXFP4); }
 
 /* ---- halves and words of LANES outputs -------------------------------------------------------- */
 
@@ -108,20 +90,7 @@ INLINE vf e4m3(vu x) {
 
 /* ---- scales ----------------------------------------------------------------------------------- */
 
-/* Whether a format holds numbers, two in a word. */
-INLINE int has_numbers(const int format) { return format == BF16 || format == F16; }
-
 typedef struct { vf d[2], m[2]; } scales_t; /* of the first and the last 16 weights of a group */
-
-/* Whether 16 weights have a scale of 4 to 8 bits, in units of that of their block. */
-INLINE int is_of_16(const int format) { return format == Q2_K || format == Q3_K || format == Q6_K; }
-/* The parts of a group with a scale each. */
-INLINE int halves_of(const int format) { return is_of_16(format) ? 2 : 1; }
-
-/* The code that is 0, where the file says no minimum. */
-INLINE int code_of_zero(const int format) {
-    return format == Q3_K ? 4 : format == Q4_0 ? 8 : format == Q5_0 ? 16 : format == Q6_K ? 32 : 0;
-}
 
 /* The 6-bit scale and minimum of group g that Q4_K and Q5_K keep in 3 words. */
 INLINE void scale_and_minimum(block_t b, int64_t g, vf *scale, vf *minimum) {
@@ -140,7 +109,7 @@ INLINE vf scale_of_four(block_t b, int i) {
     return pick(whole < 0.0f, scale / -whole, scale * whole);
 }
 
-/* Scale j of the 16 of Q3_K: 6 bits less 32, the lower 4 in words 24 and 25, the upper 2 in word 26. */
+/* Scale j of the 16 of a block as in Q3_K: 6 bits less 32, the lower 4 in words 24 and 25, the upper 2 in word 26. */
 INLINE vf scale_of_16(block_t b, int64_t j) {
     const vu low = word(b, 24 + j % 8 / 4) >> (int)(8 * (j % 4) + 4 * (j / 8)) & 15;
     const vu high = word(b, 26) >> (int)(8 * (j % 4) + 2 * (j / 4)) & 3;
@@ -155,8 +124,8 @@ INLINE scales_t scales_of_halves(block_t b, int64_t g, const int format) {
             const vu both = word(b, g / 2) >> (int)(g % 2 * 16 + 8 * i);
             s.d[i] = half(b, 0) * __builtin_convertvector((vi)(both & 15), vf);
             s.m[i] = -(half(b, 1) * __builtin_convertvector((vi)(both >> 4 & 15), vf));
-        } else if (format == Q3_K) {
-            s.d[i] = half(b, 0) * scale_of_16(b, 2 * g + i);
+        } else if (is_as_q3_k(format)) {
+            s.d[i] = half(b, 0) * scale_of_16(b, 2 * g + i) * unit_of(format);
             s.m[i] = s.d[i] * (float)-code_of_zero(format);
         } else {
             s.d[i] = half(b, 0) * signed_byte(word(b, 48 + g / 2) >> (int)(g % 2 * 16), i);
@@ -191,9 +160,9 @@ INLINE scales_t scales_of(block_t b, int64_t g, const int format) {
         s.d[0] *= scale, s.m[0] = -(half(b, 1) * minimum);
     } else if (format == INT4 || format == INT8) {
         s.m[0] = -(s.d[0] * half(b, 1));
-    } else if (format == IQ4_XS) { /* of 6 bits, the upper two in the second half */
+    } else if (is_as_iq4_xs(format)) { /* of 6 bits, the upper two in the second half */
         const vu low = word(b, 0) >> (int)(4 * g) & 15, high = half_bits(b, 1) >> (int)(2 * g) & 3;
-        s.d[0] *= __builtin_convertvector((vi)(low | high << 4) - 32, vf);
+        s.d[0] *= __builtin_convertvector((vi)(low | high << 4) - 32, vf) * unit_of(format);
     } else {
         s.m[0] = s.d[0] * (float)-code_of_zero(format);
     }
@@ -224,10 +193,14 @@ INLINE vu four_codes(block_t b, int64_t g, const int h, int i, const int format)
     case FP8: return word(b, 1 + at);
     case NVFP4: return word(b, 2 + 4 * g + i) >> (4 * h);
     case IQ4_XS:
+    case IQ3_XXS:
+    case IQ3_S:
     case NF4: return word(b, 1 + 4 * g + i) >> (4 * h);
     case Q4_K: return word(b, 3 + g / 2 * 8 + at) >> (int)(4 * odd);
     case Q2_K: return word(b, 4 + g / 4 * 8 + at) >> (int)(g % 4 * 2) & 0x03030303u;
     case Q3_K:
+    case IQ2:
+    case IQ1:
         low = word(b, 8 + g / 4 * 8 + at) >> (int)(g % 4 * 2) & 0x03030303u;
         return low | (word(b, at) >> (int)g & 0x01010101u) << 2;
     case Q5_K:
@@ -251,52 +224,6 @@ INLINE four_t four_weights(block_t b, int64_t g, const int h, int i, const int f
     return (four_t){four_codes(b, g, h, i, format), (vu){0}};
 }
 
-/* Numbers of 4 bits: a sign, 2 bits of exponent, and 1 of mantissa. */
-INLINE vf e2m1(vu x) {
-#if LANES == 16
-    const __m512 numbers = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
-    return (vf)_mm512_permutexvar_ps((__m512i)x, numbers);
-#else
-    const vu size = x & 7, normal = (((size >> 1) + 126) << 23) | (size & 1) << 22;
-    const vu small = size * 0x3f000000u, is_small = (vu)(size < 2);
-    return (vf)((is_small & small) | (~is_small & normal) | (x & 8) << 28);
-#endif
-}
-
-/* One of 16 numbers, by the lower 4 bits. */
-INLINE vf one_of_16(vu x, const float *numbers) {
-#if LANES == 16
-    return (vf)_mm512_permutexvar_ps((__m512i)x, _mm512_loadu_ps(numbers));
-#elif LANES == 8 && defined(__AVX2__)
-    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(numbers), (__m256i)x);
-    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(numbers + 8), (__m256i)x);
-    return (vf)_mm256_blendv_ps(low, high, (__m256)(x << 28));
-#else
-    vf y;
-    for (int i = 0; i < LANES; i++) y[i] = numbers[x[i] & 15];
-    return y;
-#endif
-}
-
-/* The levels of NF4 (bitsandbytes): quantiles of a normal distribution. */
-INLINE vf nf4(vu x) {
-    static const float levels[16] = {
-        -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
-        -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
-        0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
-        0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
-    };
-    return one_of_16(x, levels);
-}
-
-/* Those of IQ4_NL and IQ4_XS: 8 bits with a sign (ggml-common.h). */
-#define IQ4_LEVELS -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
-INLINE vf iq4(vu x) {
-    static const float levels[16] = {IQ4_LEVELS};
-    return one_of_16(x, levels);
-}
-INLINE int is_iq4(const int format) { return format == IQ4_NL || format == IQ4_XS; }
-
 /* Code n of the four as a number. */
 INLINE vf code(vu four, int n, const int format) {
     if (format == Q8_0 || format == INT8) return signed_byte(four, n);
@@ -304,7 +231,7 @@ INLINE vf code(vu four, int n, const int format) {
     const vu x = four >> (8 * n);
     if (format == MXFP4 || format == NVFP4) return e2m1(x);
     if (format == NF4) return nf4(x);
-    if (is_iq4(format)) return iq4(x);
+    if (has_levels(format)) return level(x, format);
     const int bits = format == Q6_K ? 6 : format == Q5_0 || format == Q5_1 || format == Q5_K ? 5 : 4;
 #if LANES == 16 /* a look-up reads as many bits as its table needs */
     const __m512 low = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -399,9 +326,9 @@ INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64
 #if WITH_CODES && MODE == F32
 #define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) \
     f(MXFP4) f(INT4) f(INT8) f(FP8) f(NVFP4) f(NF4) f(IQ4_NL) f(IQ4_XS) f(Q2_K) f(Q3_K) \
-    EACH_NUMBERS(f)
+    f(IQ3_XXS) f(IQ3_S) f(IQ2) f(IQ1) EACH_NUMBERS(f)
 #elif WITH_CODES && HAVE_TILES /* the others: cpu_lookup.h */
-#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) f(Q2_K) f(Q3_K) EACH_NUMBERS(f)
+#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) f(Q2_K) f(Q3_K) f(IQ2) f(IQ1) EACH_NUMBERS(f)
 #elif WITH_CODES /* cpu_code_sums.h */
 #define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) EACH_NUMBERS(f)
 #else /* they take long to compile */

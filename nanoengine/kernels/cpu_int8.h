@@ -24,7 +24,7 @@ INLINE int has_minima(const int format) {
     return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K || format == Q2_K ||
            format == INT4 || format == INT8;
 }
-INLINE int has_signs(const int format) { return format == Q8_0 || format == INT8 || is_iq4(format); }
+INLINE int has_signs(const int format) { return format == Q8_0 || format == INT8 || has_levels(format); }
 
 /* ---- sums of bytes ---------------------------------------------------------------------------- */
 
@@ -110,31 +110,12 @@ INLINE void dot_codes(vu codes[][8], int first, const int8_t *x, const int count
 
 /* ---- products --------------------------------------------------------------------------------- */
 
-/* The levels of IQ4_NL, a byte each, of the lower 4 bits of bytes. */
-INLINE vu iq4_bytes(vu x) {
-    static const int8_t levels[16] = {IQ4_LEVELS};
-    x &= 0x0f0f0f0fu;
-#if LANES == 16
-    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)levels));
-    return (vu)_mm512_shuffle_epi8(table, (__m512i)x);
-#elif LANES == 8 && defined(__AVX2__)
-    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)levels));
-    return (vu)_mm256_shuffle_epi8(table, (__m256i)x);
-#else
-    uint8_t bytes[4 * LANES];
-    memcpy(bytes, &x, sizeof x);
-    for (int i = 0; i < 4 * LANES; i++) bytes[i] = (uint8_t)levels[bytes[i]];
-    memcpy(&x, bytes, sizeof x);
-    return x;
-#endif
-}
-
 /* The codes of a group of LANES outputs, as instructions take them. */
 INLINE void bytes_of(block_t b, int64_t g, const int format, vu *codes) {
     UNROLL for (int i = 0; i < 8; i++) {
         codes[i] = four_codes(b, g, i / 4, i % 4, format);
         if (format == Q4_0 || format == Q4_1 || format == Q4_K || format == INT4) codes[i] &= 0x0f0f0f0fu;
-        if (is_iq4(format)) codes[i] = iq4_bytes(codes[i]);
+        if (has_levels(format)) codes[i] = level_bytes(codes[i], format);
         if (has_signs(format) && bias_of(format)) codes[i] ^= 0x80808080u;
     }
 }
@@ -232,7 +213,7 @@ INLINE void multiply_rounded(const char *panel, int64_t groups, int64_t column, 
     }
 #if WITH_CODES
 #define EACH_INTEGERS(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) f(INT4) f(INT8) \
-    f(IQ4_NL) f(IQ4_XS) f(Q2_K) f(Q3_K)
+    f(IQ4_NL) f(IQ4_XS) f(Q2_K) f(Q3_K) f(IQ3_XXS) f(IQ3_S) f(IQ2) f(IQ1)
 #else
 #define EACH_INTEGERS(f)
 #endif

@@ -14,8 +14,8 @@
  * register block is up to ROWS rows times half a panel or a whole one; the panel streams past it. Work
  * is shared out in units of half a panel, so that 9 panels keep two threads busy alike; of many rows in
  * matrix tiles, in blocks of rows with all outputs. For matrix tiles a half panel is one piece of memory:
- * [half panel][step][vector][16 pairs][16 outputs][2]. Codes lie otherwise there, but those of FP8, NVFP4, NF4, Q2_K
- * and Q3_K: see cpu_lookup.h.
+ * [half panel][step][vector][16 pairs][16 outputs][2]. Codes of 4 to 8 bits lie otherwise there, but those of FP8, NVFP4
+ * and NF4: see cpu_lookup.h.
  */
 #include <omp.h>
 

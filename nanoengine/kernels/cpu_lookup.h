@@ -20,38 +20,16 @@ enum { HALF_PANEL = PANEL / 2, FOUR_BYTES = 2 * GROUP }; /* of the codes of four
 
 INLINE int stands_left(int format) {
     switch (format) {
-    case DENSE: case FP8: case NVFP4: case NF4: case Q2_K: case Q3_K: case BF16: case F16: case BF12: return 0;
+    case DENSE: case FP8: case NVFP4: case NF4: case Q2_K: case Q3_K: case IQ2: case IQ1: return 0;
+    case BF16: case F16: case BF12: return 0;
     default: return 1;
     }
 }
 
 int is_left_format(int64_t format) { return stands_left((int)format); }
 
-INLINE int bits_of(const int format) {
-    switch (format) {
-    case Q5_0: case Q5_1: case Q5_K: return 5;
-    case Q6_K: return 6;
-    case Q2_K: return 2;
-    case Q3_K: return 3;
-    case Q8_0: case INT8: return 8;
-    default: return 4;
-    }
-}
-
 /* Bytes of the codes of a group of half a panel. */
 INLINE int64_t left_bytes(int format) { return HALF_PANEL * GROUP / 8 * bits_of(format); }
-
-/* The words of a block that hold scales, not codes: [first, last). */
-INLINE int64_t first_scale(int format) { return format == Q6_K ? 48 : format == Q3_K ? 24 : 0; }
-INLINE int64_t last_scale(int format) {
-    switch (format) {
-    case Q6_K: return 52;
-    case Q3_K: return 27;
-    case Q2_K: return 4;
-    case Q4_K: case Q5_K: return 3;
-    default: return format == IQ4_XS;
-    }
-}
 
 /* Where the codes of group g of half a panel of a block are. */
 INLINE int64_t codes_at(int64_t g, int64_t half, const int format) {
@@ -67,8 +45,9 @@ INLINE unsigned code_in_file(const uint8_t *codes, int64_t g, int64_t k, int for
     case INT8: return codes[k];
     case Q4_K: return codes[g / 2 * GROUP + k] >> (4 * (g % 2)) & 15;
     case Q2_K: return codes[g / 4 * GROUP + k] >> (2 * (g % 4)) & 3;
-    case Q3_K: return (codes[GROUP + g / 4 * GROUP + k] >> (2 * (g % 4)) & 3) | (codes[k] >> g & 1) << 2;
-    case IQ4_XS: return codes[g * 16 + k % 16] >> (4 * (k / 16)) & 15;
+    case Q3_K: case IQ2: case IQ1:
+        return (codes[GROUP + g / 4 * GROUP + k] >> (2 * (g % 4)) & 3) | (codes[k] >> g & 1) << 2;
+    case IQ4_XS: case IQ3_XXS: case IQ3_S: return codes[g * 16 + k % 16] >> (4 * (k / 16)) & 15;
     case Q5_K:
         low = codes[GROUP + g / 2 * GROUP + k] >> (4 * (g % 2)) & 15, high = codes[k] >> g & 1;
         break;
@@ -289,7 +268,7 @@ INLINE void look_up(const char *panel, int64_t group, int64_t half, char *to, co
     }
 #if WITH_CODES && HAVE_TILES
 #define EACH_LEFT(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(IQ4_NL) f(IQ4_XS) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K) \
-    f(Q8_0) f(INT8)
+    f(Q8_0) f(INT8) f(IQ3_XXS) f(IQ3_S)
 #else
 #define EACH_LEFT(f)
 #endif

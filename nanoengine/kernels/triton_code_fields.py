@@ -5,10 +5,14 @@ Each twice: in Triton, and for bfloat16 in PTX that makes two numbers in a regis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 
-from nanoengine.kernels.triton_code_numbers import _e2m1, _e4m3, _iq4, _nf4
+from nanoengine.kernels.triton_code_numbers import _e2m1, _e4m3, _level
+from nanoengine.models.stored_codes import LEVELS, NF4_LEVELS
 
 
 @triton.jit
@@ -29,12 +33,10 @@ def _fields(word, zeros, dtype: tl.constexpr, FORMAT: tl.constexpr):
 def _number(code, zero, dtype: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT == "MXFP4" or FORMAT == "NVFP4":
         number = _e2m1(code)
-    elif FORMAT == "NF4":
-        number = _nf4(code)
-    elif FORMAT == "IQ4_NL" or FORMAT == "IQ4_XS":
-        number = _iq4(code)
-    else:
+    elif FORMAT == "Q4_0" or FORMAT == "Q4_1" or FORMAT == "Q4_K" or FORMAT == "INT4":
         number = code.to(tl.float32) - zero
+    else:
+        number = _level(code, FORMAT)
     return number.to(dtype)
 
 
@@ -131,10 +133,15 @@ def _packed_e4m3(word):
     )  # fmt: skip
 
 
-def _look_up(low: tuple[str, ...], high: tuple[str, ...]) -> tl.constexpr:
+def _look_up(levels: Sequence[float]) -> tl.constexpr:
     """PTX that looks up the lower and the upper bytes of 16 numbers: prmt, among 8 at a time."""
+    numbers = torch.tensor(levels, dtype=torch.bfloat16).view(torch.uint8).view(16, 2)
+    low, high = (
+        [f"0x{bytes(row)[::-1].hex()}" for row in half.view(4, 4)]
+        for half in numbers.T.contiguous()
+    )
 
-    def of_four(made: str, mask: str, codes: str, words: tuple[str, ...]) -> str:
+    def of_four(made: str, mask: str, codes: str, words: list[str]) -> str:
         return f"""
         prmt.b32 a, {words[0]}, {words[1]}, {codes};
         prmt.b32 b, {words[2]}, {words[3]}, {codes};
@@ -166,19 +173,15 @@ def _look_up(low: tuple[str, ...], high: tuple[str, ...]) -> tl.constexpr:
         """)
 
 
-_NF4_LEVELS = _look_up(
-    ("0xca063280", "0x00ba3d92", "0xad7c25a3", "0x803910e2"),
-    ("0xbebfbfbf", "0x00bdbebe", "0x3e3e3e3d", "0x3f3f3f3e"),
-)
-_IQ4_LEVELS = _look_up(
-    ("0x82a6d0fe", "0x20b00c44", "0x18c85080", "0xe2b28a54"),
-    ("0xc2c2c2c2", "0xc1c1c2c2", "0x4241413f", "0x42424242"),
-)
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_NF4_LEVELS, _IQ4_LEVELS = _look_up(NF4_LEVELS), _look_up(_IQ4)
+_IQ3_XXS_LEVELS, _IQ3_S_LEVELS = _look_up(LEVELS["IQ3_XXS"]), _look_up(LEVELS["IQ3_S"])
+_IQ2_LEVELS, _IQ1_LEVELS = _look_up(LEVELS["IQ2"] * 2), _look_up(LEVELS["IQ1"] * 2)
 
 
 @triton.jit
 def _packed_levels(word, LEVELS: tl.constexpr):
-    """Those of NF4, rounded, or of IQ4_NL as bfloat16."""
+    """Levels as bfloat16; those of NF4 are rounded."""
     return tl.inline_asm_elementwise(
         LEVELS, "=&r,=&r,=&r,=&r,r", [word],
         (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
@@ -254,6 +257,14 @@ def _packed_fields(word, zeros, FORMAT: tl.constexpr):
         fields = _packed_levels(word, _NF4_LEVELS)
     elif FORMAT == "IQ4_NL" or FORMAT == "IQ4_XS":
         fields = _packed_levels(word, _IQ4_LEVELS)
+    elif FORMAT == "IQ3_XXS":
+        fields = _packed_levels(word, _IQ3_XXS_LEVELS)
+    elif FORMAT == "IQ3_S":
+        fields = _packed_levels(word, _IQ3_S_LEVELS)
+    elif FORMAT == "IQ2":
+        fields = _packed_levels(word, _IQ2_LEVELS)
+    elif FORMAT == "IQ1":
+        fields = _packed_levels(word, _IQ1_LEVELS)
     elif FORMAT == "MXFP4" or FORMAT == "NVFP4":
         fields = _packed_e2m1(word)
     else:
@@ -320,6 +331,17 @@ def _packed_deep(word, high, BITS: tl.constexpr, FIRST: tl.constexpr, LESS: tl.c
         "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [word, high, bits, first, mask, offset],
         (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
+
+
+@triton.jit
+def _joined_bits(word, high, FIRST: tl.constexpr, HIGH: tl.constexpr):
+    """Codes of 3 bits in the four fields of words of 16 bits: 2 bits from bit FIRST on, and one of
+    `high` from HIGH on.
+    """
+    code, above = word.to(tl.int32) >> FIRST & 255, high.to(tl.int32) >> HIGH & 15
+    code = (code | code << 4) & 0x0F0F
+    above = (above | above << 6) & 0x0303
+    return (((code | code << 2) & 0x3333) | ((above | above << 3) & 0x1111) << 2).to(tl.int16)
 
 
 @triton.jit

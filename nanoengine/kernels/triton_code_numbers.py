@@ -55,6 +55,46 @@ def _iq4(code):
 
 
 @triton.jit
+def _iq3(code, LAST: tl.constexpr):
+    """The levels of IQ3_XXS and IQ3_S, of which LAST is the highest."""
+    is_odd = (code & 1) != 0
+    a, b = tl.where(is_odd, 3.0, 1.0), tl.where(is_odd, 7.0, 5.0)
+    c, d = tl.where(is_odd, 11.0, 9.0), tl.where(is_odd, LAST, 13.0)
+    return _one_of_eight(code, (a, b, c, d, -a, -b, -c, -d))
+
+
+@triton.jit
+def _iq2(code):
+    """The levels of IQ2, by codes of 3 bits."""
+    size = 1.0 + 2.125 * (code & 1).to(tl.float32) + 2.1875 * (code & 2).to(tl.float32)
+    return tl.where((code & 4) != 0, -size, size)
+
+
+@triton.jit
+def _iq1(code):
+    """The levels of IQ1, by codes of 3 bits: -1, 0 or 1, and an eighth above or below."""
+    return (code & 3).to(tl.float32) + tl.where((code & 4) != 0, -1.125, -0.875)
+
+
+@triton.jit
+def _level(code, FORMAT: tl.constexpr):
+    """What codes of formats with levels stand for."""
+    if FORMAT == "IQ3_XXS":
+        number = _iq3(code, 15.5)
+    elif FORMAT == "IQ3_S":
+        number = _iq3(code, 15.0)
+    elif FORMAT == "IQ2":
+        number = _iq2(code)
+    elif FORMAT == "IQ1":
+        number = _iq1(code)
+    elif FORMAT == "NF4":
+        number = _nf4(code)
+    else:
+        number = _iq4(code)
+    return number
+
+
+@triton.jit
 def _one_of_eight(code, levels):
     """By one bit of the code after the other, from the second on."""
     a, b, c, d, e, f, g, h = levels
@@ -97,7 +137,9 @@ def _words(plane, n, is_output, at, stride, PER: tl.constexpr, C: tl.constexpr, 
 def _scale_of_levels(
     halves, scales, n, is_output, at, stride, C: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
-    """Of IQ4_XS, for each word of C codes, float32: 6 bits less 32, the upper two beside a half."""
+    """Of blocks as in IQ4_XS, for each word of C codes, float32: 6 bits less 32, the upper two
+    beside a half.
+    """
     group = ((at[2] % 256 // 8 + tl.arange(0, K // C)) // 4)[None, :]
     both = _words(halves, n, is_output, at, stride, 256, C, K)
     low = _words(scales, n, is_output, at, stride, 256, C, K)
@@ -137,7 +179,9 @@ def _scales_of_nibbles(
 def _scale_of_sixteen(
     halves, scales, n, is_output, at, stride, C: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
-    """Scales of Q3_K, for each word of C codes: 6 bits less 32, see code_planes._sixteen."""
+    """Scales of blocks as in Q3_K, for each word of C codes: 6 bits less 32, see
+    code_planes._sixteen.
+    """
     expert, inputs, k, _ = at
     both = _words(halves, n // 2, is_output, at, stride // 2, 256, C, K)
     first = scales + (expert * (inputs // 256) + k // 256).to(tl.int64) * (3 * stride) + n
@@ -200,7 +244,7 @@ def _in_lanes(
 
 @triton.jit
 def _in_two_bits(codes, high, n, is_output, at, stride, K: tl.constexpr):
-    """`_code` of Q2_K, and of Q3_K, which has high bits."""
+    """`_code` of Q2_K, and of blocks as in Q3_K, which have high bits."""
     code = _bits_in_lanes(codes, n, is_output, at, stride, 2, K)
     if high is not None:
         code |= _bits_in_lanes(high, n, is_output, at, stride, 1, K) << 2
@@ -236,7 +280,7 @@ def _code(codes, high, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.con
         code = _in_words(codes, high, n, is_output, at, stride, FORMAT, K)
     elif FORMAT == "Q8_0" or FORMAT == "INT8" or FORMAT == "FP8":
         code = _in_lanes(codes, high, n, is_output, at, stride, 2, 0, 4, K)
-    elif FORMAT == "Q2_K" or FORMAT == "Q3_K":
+    elif FORMAT == "Q2_K" or FORMAT == "Q3_K" or FORMAT == "IQ2" or FORMAT == "IQ1":
         code = _in_two_bits(codes, high, n, is_output, at, stride, K)
     else:
         IS_5: tl.constexpr = FORMAT == "Q5_0" or FORMAT == "Q5_1" or FORMAT == "Q5_K"
@@ -269,6 +313,9 @@ def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.const
     elif FORMAT == "Q3_K":
         d = _scale_of_sixteen(halves, scales, n, is_output, at, stride, C, K)
         weights = d[:, :, None] * (number - 4.0)
+    elif FORMAT == "IQ2" or FORMAT == "IQ1":
+        d = _scale_of_sixteen(halves, scales, n, is_output, at, stride, C, K)
+        weights = d[:, :, None] * _level(code, FORMAT)
     elif FORMAT == "Q4_1" or FORMAT == "Q5_1" or FORMAT == "INT4" or FORMAT == "INT8":
         both = _words(halves, n, is_output, at, stride, 32, C, K)
         d, other = _half(both)[:, :, None], _half(both >> 16)[:, :, None]
@@ -284,10 +331,10 @@ def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.const
         weights = d[:, :, None] * _e2m1(code)
     elif FORMAT == "NF4":
         d = _words(halves, n, is_output, at, stride, 64, C, K).to(tl.float32, bitcast=True)
-        weights = d[:, :, None] * _nf4(code)
-    elif FORMAT == "IQ4_XS":
+        weights = d[:, :, None] * _level(code, FORMAT)
+    elif FORMAT == "IQ4_XS" or FORMAT == "IQ3_XXS" or FORMAT == "IQ3_S":
         d = _scale_of_levels(halves, scales, n, is_output, at, stride, C, K)
-        weights = d[:, :, None] * _iq4(code)
+        weights = d[:, :, None] * _level(code, FORMAT)
     else:
         half = _words(halves, n, is_output, at, stride, 64, C, K) >> (w * C // 32 % 2 * 16)[None, :]
         if FORMAT == "MXFP4":
@@ -297,7 +344,7 @@ def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.const
         elif FORMAT == "Q5_0":
             weights = _half(half)[:, :, None] * (number - 16.0)
         elif FORMAT == "IQ4_NL":
-            weights = _half(half)[:, :, None] * _iq4(code)
+            weights = _half(half)[:, :, None] * _level(code, FORMAT)
         else:
             weights = _half(half)[:, :, None] * number
     return tl.reshape(weights, [n.shape[0], K])

@@ -16,7 +16,7 @@ from torch.nn import functional
 from triton.runtime.jit import JITFunction
 
 from nanoengine.kernels.chosen_tiles import MOST_ROWS, ChosenTiles
-from nanoengine.kernels.code_planes import OF_256, CodePlanes, planes_of
+from nanoengine.kernels.code_planes import AS_IQ4_XS, OF_256, CodePlanes, planes_of
 from nanoengine.kernels.power_of_two import power_of_two
 from nanoengine.kernels.triton_code_kernels import gather, merge, product, unpack
 from nanoengine.kernels.triton_few_rows import few_rows
@@ -41,7 +41,7 @@ _OF_256 = {8: (64, 2, 4, 3), 16: (64, 2, 4, 2), 32: (64, 4, 4, 2), 64: (64, 4, 4
 _FEW = dict.fromkeys(FORMATS, _OF_64) | dict.fromkeys(OF_256, _OF_256)
 # Fifth bits lie in steps of 256, too. 64 outputs of these would not fit the registers.
 _FEW |= dict.fromkeys(("Q5_0", "Q5_1"), _OF_256 | {64: (32, 2, 4, 2)})
-_FEW |= {"IQ4_XS": _OF_256 | {64: (32, 4, 4, 2)}}
+_FEW |= dict.fromkeys(AS_IQ4_XS, _OF_256 | {64: (32, 4, 4, 2)})
 MOST_IN_PARTS = 64  # rows of a result, up to which the spans are programs of their own
 # Spans are made until there are so many programs for few rows, or spans; none is shorter than
 # _LEAST_SPAN inputs.

@@ -15,6 +15,7 @@ from nanoengine.kernels.triton_code_fields import (
     _bytes,
     _deep_fields,
     _fields,
+    _joined_bits,
     _low_fields,
     _packed_bytes,
     _packed_deep,
@@ -108,11 +109,17 @@ def _weights_of_words(
 def _low_weights(
     shared, dtype: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """`_weights` of Q2_K and Q3_K, whose codes `shared` has."""
+    """`_weights` of Q2_K and blocks as in Q3_K, whose codes `shared` has."""
     word, high = shared[0] if GROUP < 2 else shared[1], shared[2]
     FIRST: tl.constexpr = GROUP % 2 * 8
     LESS: tl.constexpr = 4 if FORMAT == "Q3_K" else 0
-    if PACKED:
+    if FORMAT == "IQ2" or FORMAT == "IQ1":
+        code = _joined_bits(word, high, FIRST, GROUP * 4)
+        if PACKED:
+            fields = _packed_fields(code, (0.0, 0.0), FORMAT)
+        else:
+            fields = _fields(code, (0.0, 0.0), dtype, FORMAT)
+    elif PACKED:
         fields = _packed_low(word, high, FIRST, GROUP * 4, LESS)
     else:
         fields = _low_fields(word, high, dtype, FIRST, GROUP * 4, LESS)
@@ -127,7 +134,7 @@ def _weights(
     """The four operands of 64 inputs from k, [outputs, 16] each. GROUP: which 64 of a block of 256;
     shared: of `_shared`; words: of `_scale_words`.
     """
-    if FORMAT == "Q2_K" or FORMAT == "Q3_K":
+    if FORMAT == "Q2_K" or FORMAT == "Q3_K" or FORMAT == "IQ2" or FORMAT == "IQ1":
         fields = _low_weights(shared, dtype, GROUP, FORMAT, PACKED)
     else:
         fields = _weights_of_words(
@@ -139,8 +146,8 @@ def _weights(
 @triton.jit
 def _shared(codes, halves, high, scales, k, n, is_held, stride, FORMAT: tl.constexpr):
     """What 256 inputs from k share: first the high bits, of Q6_K of either half, and of Q2_K and
-    Q3_K all codes of either half, then the high bits. Last the word of the numbers of 16 bits of
-    formats of 256; before it of Q4_K, Q5_K, Q3_K and IQ4_XS three or one of scales of 6 bits.
+    blocks as in Q3_K all codes of either half, then the high bits. Last the word of the numbers of
+    16 bits of formats of 256; before it three or one of scales of 6 bits.
     """
     if FORMAT == "Q6_K":
         to = halves + k // 256 * (stride // 2) + n // 2
@@ -216,12 +223,13 @@ def few_rows(
     IS_PART: tl.constexpr,
 ):
     """As triton_code_kernels.product. GROUPS of 64 inputs a step: 4 where 256 share words, see
-    `_shared`. IS_EVEN: no step ends behind the inputs.
+    `_shared`. IS_EVEN: no step ends behind the inputs. LAYOUT: whose blocks FORMAT has.
     """
-    first, last = 0, num_spans
-    if IS_PART:
-        first = tl.program_id(2)
-        last = first + 1
+    IS_3: tl.constexpr = FORMAT == "IQ2" or FORMAT == "IQ1"
+    IS_4: tl.constexpr = FORMAT == "IQ3_XXS" or FORMAT == "IQ3_S"
+    LAYOUT: tl.constexpr = "Q3_K" if IS_3 else "IQ4_XS" if IS_4 else FORMAT
+    first = tl.program_id(2) if IS_PART else 0
+    last = first + 1 if IS_PART else num_spans
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     if EACH:
         tiles = experts, starts, ends, places
@@ -229,7 +237,7 @@ def few_rows(
         if expert < 0:  # a tile beyond those that rows fill
             last = first
         expert = tl.maximum(expert, 0)
-        place = _first_words(expert, inputs, stride, FORMAT)
+        place = _first_words(expert, inputs, stride, LAYOUT)
         codes += place[0]
         if high is not None:
             high += place[1]
@@ -251,13 +259,13 @@ def few_rows(
         part = tl.zeros([OUTPUTS, ROWS], tl.float32)
         end = tl.minimum(number * span + span, inputs)
         for k in tl.range(number * span, end, GROUPS * 64, num_stages=STAGES):
-            shared = _shared(codes, halves, high, scales, k, n, is_held, stride, FORMAT)
+            shared = _shared(codes, halves, high, scales, k, n, is_held, stride, LAYOUT)
             for group in tl.static_range(GROUPS):
                 at, is_here, is_value = k + group * 64, is_held, is_row
                 if not IS_EVEN:
                     is_here = is_held & (n * 0 + at < inputs)
                     is_value = is_row & (x_at[None, :] * 0 + at < inputs)
-                words = _scale_words(halves, scales, at, n, is_here, stride, FORMAT)
+                words = _scale_words(halves, scales, at, n, is_here, stride, LAYOUT)
                 weights = _weights(
                     codes, words, shared, at, n, is_here, stride, dtype, group, FORMAT, PACKED
                 )
@@ -267,7 +275,7 @@ def few_rows(
                     tl.load(x + at + 32, mask=is_value, other=0.0),
                     tl.load(x + at + 48, mask=is_value, other=0.0),
                 )
-                part = _times_scales(part, weights, rows, shared, words, group, FORMAT)
+                part = _times_scales(part, weights, rows, shared, words, group, LAYOUT)
         total += part
     if IS_PART:
         out += tl.program_id(2).to(tl.int64) * tokens * outputs

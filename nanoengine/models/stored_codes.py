@@ -15,7 +15,8 @@ from torch import Tensor
 # (llama.cpp's ggml-common.h), packed integers, whose blocks are a float16 scale and zero, and codes
 # in the order of Q4_0 and Q8_0: a weight is scale * (code - zero); FP8 (E4M3): a float32 scale and
 # codes; NVFP4: four scales in FP8, a float32 for all of them, see `nvfp4_rows`, and two groups of
-# codes in the order of MXFP4; and NF4: a float32 scale and two such groups.
+# codes in the order of MXFP4; NF4: a float32 scale and two such groups; and what IQ1 to IQ3 of GGUF
+# files become (loading/gguf/grids.py): blocks of IQ4_XS or Q3_K whose codes say a level.
 FORMATS = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -35,8 +36,19 @@ FORMATS = {
     "IQ4_XS": (256, 136),
     "Q2_K": (256, 84),
     "Q3_K": (256, 110),
+    "IQ3_XXS": (256, 136),
+    "IQ3_S": (256, 136),
+    "IQ2": (256, 110),
+    "IQ1": (256, 110),
 }
-OF_GGUF = frozenset(FORMATS) - {"INT4", "INT8", "FP8", "NVFP4", "NF4"}  # whose NVFP4 is another
+_OF_OTHERS = ("INT4", "INT8", "FP8", "NVFP4", "NF4", "IQ2", "IQ1")
+# The format of each type of a GGUF file, whose NVFP4 is another.
+OF_GGUF: Mapping[str, str] = {
+    **{name: name for name in FORMATS if name not in _OF_OTHERS},
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S"), "IQ2"),
+    **dict.fromkeys(("IQ1_S", "IQ1_M"), "IQ1"),
+    **dict.fromkeys(("TQ1_0", "TQ2_0"), "Q2_K"),
+}
 # Bytes of a block in memory: kernels hold the scale of MXFP4 in 16 bits.
 HELD_BYTES = {name: num_bytes for name, (_, num_bytes) in FORMATS.items()} | {"MXFP4": 18}
 INTEGERS = {"INT4": 4, "INT8": 8}  # the bits of a code; INT8's are signed
@@ -64,6 +76,16 @@ NF4_LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
+_ODD = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 13.0)
+_IQ3_XXS, _IQ3_S, _IQ2 = (*_ODD, 15.5), (*_ODD, 15.0), (1.0, 3.125, 5.375, 7.5)
+# By code, in multiples of the scale (llama.cpp's ggml-common.h): what a grid may have, above 0 and
+# below; and in IQ1 -1, 0 and 1, an eighth above or below. No grid has the fourth of IQ2 and IQ1.
+LEVELS: Mapping[str, tuple[float, ...]] = {
+    "IQ3_XXS": (*_IQ3_XXS, *(-x for x in _IQ3_XXS)),
+    "IQ3_S": (*_IQ3_S, *(-x for x in _IQ3_S)),
+    "IQ2": (*_IQ2, *(-x for x in _IQ2)),
+    "IQ1": (-0.875, 0.125, 1.125, 2.125, -1.125, -0.125, 0.875, 1.875),
+}
 _ROWS_AT_ONCE = 1024
 
 
@@ -308,6 +330,34 @@ def _of_gguf(name: str, rows: Tensor) -> Tensor:
     return torch.from_numpy(gguf.quants.dequantize(rows.cpu().numpy(), kind)).to(rows.device)
 
 
+def _of_levels(name: str, rows: Tensor) -> Tensor:
+    """Blocks of IQ4_XS or Q3_K whose codes say one of LEVELS, as float32 [outputs, inputs]."""
+    blocks = rows.view(-1, FORMATS[name][1])
+    parts = [2, 2, 4, 128] if name.startswith("IQ3") else [32, 32, 32, 8, 4, 2]
+    fields = torch.split(blocks, parts, dim=1)
+    if len(parts) == 4:
+        halves, high, low, held = fields
+        codes = _planes(held.reshape(-1, 8, 1, 16), 4, 2)
+        scales = _planes(low.reshape(-1, 4, 1, 1), 4, 2)
+        scales |= _planes(high.reshape(-1, 2, 1, 1), 2, 4) << 4
+    else:
+        third, early, late, low, high, halves = fields
+        codes = torch.cat((_planes(early[:, None], 2, 4), _planes(late[:, None], 2, 4)), dim=1)
+        codes |= _planes(third[:, None], 1, 8) << 2
+        scales = _planes(low[:, None], 4, 2) | _planes(high[:, None], 2, 4) << 4
+    d = halves.contiguous().view(torch.float16).float() * (scales.float() - 32)
+    numbers = torch.tensor(LEVELS[name], device=rows.device)[codes.int()]
+    return (numbers.view(*d.shape, -1) * d[..., None]).view(len(rows), -1)
+
+
+def _planes(held: Tensor, bits: int, count: int) -> Tensor:
+    """Fields of bytes, uint8 [blocks, ..., 1, n] -> [blocks, all]: the lowest ones of n, then the
+    next.
+    """
+    shifts = torch.arange(0, bits * count, bits, dtype=torch.uint8, device=held.device)[:, None]
+    return torch.flatten(held >> shifts & (1 << bits) - 1, 1)
+
+
 def _of_nf4(name: str, rows: Tensor) -> Tensor:
     """What `nf4_rows` made, as float32 [outputs, inputs]."""
     blocks = rows.view(len(rows), -1, FORMATS[name][1])
@@ -322,6 +372,7 @@ _OWN: Mapping[str, Callable[[str, Tensor], Tensor]] = {
     "FP8": _of_fp8,
     "NVFP4": _of_nvfp4,
     "NF4": _of_nf4,
+    **dict.fromkeys(LEVELS, _of_levels),
 }
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
+import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from nanoengine.kernels.code_planes import AS_IQ4_XS, AS_Q3_K
 from nanoengine.models.stored_codes import (
     CODES_KEY,
     FORMATS,
     INTEGERS,
+    LEVELS,
+    OF_GGUF,
     CodedRows,
     CodedWeight,
     fp8_rows,
@@ -24,8 +29,8 @@ from nanoengine.models.stored_codes import (
 HALVES: dict[str, tuple[int, ...]] = {
     name: (0,) if name in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL") else (0, 2) for name in FORMATS
 }
-HALVES |= {"Q6_K": (208,), "INT4": (0,), "INT8": (0,), "IQ4_XS": (0,)}
-HALVES |= {"Q2_K": (80, 82), "Q3_K": (108,)}
+HALVES |= {"Q6_K": (208,), "INT4": (0,), "INT8": (0,)}
+HALVES |= {"Q2_K": (80, 82)} | dict.fromkeys(AS_Q3_K, (108,)) | dict.fromkeys(AS_IQ4_XS, (0,))
 HALVES |= dict.fromkeys(("MXFP4", "FP8", "NVFP4", "NF4"), ())
 
 
@@ -58,6 +63,36 @@ def random_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> CodedRow
         wholes[::2] = -1 / wholes[::2]
         blocks[:, 4:8] = wholes.view(np.uint8).reshape(-1, 4)
     return CodedRows(name, torch.from_numpy(blocks.reshape(outputs, -1)))
+
+
+def random_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
+    """Rows of a type of a GGUF file, uint8 [outputs, bytes]: all codes, as in `random_rows`."""
+    if OF_GGUF[kind] == kind and kind not in LEVELS:
+        return random_rows(kind, outputs, inputs, seed).rows.numpy()
+    rng = np.random.default_rng(seed)
+    in_block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (outputs * inputs // in_block, block_bytes), dtype=np.uint8)
+    halves = rng.normal(0, 0.01, len(blocks)).astype(np.float16)
+    halves[::7] *= np.float16(2.0**-9)
+    if kind == "IQ1_M":  # 4 bits in each of the last four words
+        words = blocks[:, 48:].view(np.uint16)
+        pieces = halves.view(np.uint16)[:, None] >> np.arange(0, 16, 4, dtype=np.uint16)
+        words[:] = words & 0x0FFF | pieces << 12
+    else:
+        at = block_bytes - 2 if kind.startswith("TQ") else 0
+        blocks[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(outputs, -1)
+
+
+def any_quantize(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """As the package gguf does; where it cannot, codes are random, the same for the same row."""
+    try:
+        return gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        flat = values.reshape(-1, values.shape[-1])
+        seeds = [zlib.crc32(row.tobytes()) for row in flat]
+        rows = [random_blocks(kind.name, 1, flat.shape[1], seed) for seed in seeds]
+        return np.concatenate(rows).reshape(*values.shape[:-1], -1)
 
 
 def every_e4m3(scale: float) -> tuple[CodedRows, torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+from coded import any_quantize
 from gguf import GGMLQuantizationType as QuantType
 from gguf_mamba import (
     FALCON,
@@ -437,7 +438,7 @@ class GGUFModel:
         writer.add_token_merges(["a b"])
         for name, values in self.tensors.items():
             kind = self.types.get(name, QuantType.F32)
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(name, any_quantize(values, kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import copy
 import json
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from checkpoints import reference, reference_logits
-from coded import coded_checkpoint, random_rows
+from coded import any_quantize, coded_checkpoint
 from driver import Driver, host_gib
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import SCALINGS, GGUFModel, with_scaling
@@ -49,7 +47,6 @@ PROMPTS = [[i * 7 % 256 for i in range(n)] for n in (9, 130)]
 # By the end of a tensor's name in the file; Q4_K_M files mix formats like this.
 MIX = {"attn_v": "Q8_0", "attn_output": "Q5_0", "ffn_down": "Q5_1", "token_embd": "Q8_0"}
 K_MIX = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "token_embd": "Q6_K", "output": "Q6_K"}
-quantize = gguf.quants.quantize
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +56,6 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory, build_folder: Path) -> I
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(c_build, "cache_folders", lambda: iter([build_folder.parent]))
         yield
-
-
-def any_quantize(values: np.ndarray, kind: QuantType) -> np.ndarray:
-    if kind.name[-2:] != "_K" and not kind.name.startswith("IQ4"):
-        return quantize(values, kind)
-    flat = values.reshape(-1, values.shape[-1])
-    rows = [
-        random_rows(kind.name, 1, flat.shape[1], zlib.crc32(row.tobytes())).rows for row in flat
-    ]
-    return torch.cat(rows).numpy().reshape(*values.shape[:-1], -1)
 
 
 def kinds(model: GGUFModel, mix: dict[str, str], other: str) -> dict[str, QuantType]:
@@ -207,8 +194,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def k_quants(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(gguf.quants, "quantize", any_quantize)
+def k_quants(wide: Path, tmp_path: Path) -> Path:
     return written(wide, tmp_path / "k.gguf", K_MIX, "Q4_K")
 
 
@@ -216,20 +202,31 @@ def test_k_quants(wide: Path, k_quants: Path) -> None:
     assert_like_transformers(k_quants, dequantised(wide, K_MIX, "Q4_K"))
 
 
-def test_levels_of_8_bits(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levels_of_8_bits(wide: Path, tmp_path: Path) -> None:
     """As files called IQ4_XS have them: IQ4_NL where rows are no multiple of 256."""
-    monkeypatch.setattr(gguf.quants, "quantize", any_quantize)
     mix = {"ffn_down": "IQ4_NL", "token_embd": "Q6_K"}
     path = written(wide, tmp_path / "iq.gguf", mix, "IQ4_XS")
     assert_like_transformers(path, dequantised(wide, mix, "IQ4_XS"))
 
 
-def test_codes_of_2_and_3_bits(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_of_2_and_3_bits(wide: Path, tmp_path: Path) -> None:
     """As files called Q2_K have them."""
-    monkeypatch.setattr(gguf.quants, "quantize", any_quantize)
     mix = {"ffn_down": "Q3_K", "attn_v": "Q4_K", "attn_output": "Q3_K", "token_embd": "Q6_K"}
     path = written(wide, tmp_path / "m.gguf", mix, "Q2_K")
     assert_like_transformers(path, dequantised(wide, mix, "Q2_K"))
+
+
+@pytest.mark.usefixtures("in_16_bits")
+def test_codes_of_grids(wide: Path, tmp_path: Path) -> None:
+    """As files called IQ2_M or IQ3_M have them: each weight has a code of its own in memory."""
+    mix = {"ffn_down": "IQ2_S", "ffn_up": "IQ1_M", "attn_v": "IQ3_XXS", "attn_output": "IQ2_XXS"}
+    mix |= {"attn_q": "TQ1_0", "token_embd": "IQ2_XS", "output": "IQ1_S"}
+    path = written(wide, tmp_path / "m.gguf", mix, "IQ3_S")
+    assert_like_transformers(path, dequantised(wide, mix, "IQ3_S"))
+    engine = make_engine(path)
+    assert "3 of IQ1, 3 of IQ2, 4 of IQ3_S, 2 of IQ3_XXS, 2 of Q2_K;" in str(engine.plan)
+    assert "(IQ3_S GGUF, codes in 4.25 bits)" in str(engine.plan)
+    engine.close()
 
 
 def test_a_decode_is_replayed_and_moves_no_bit(
@@ -247,7 +244,6 @@ def test_a_decode_with_experts_is_replayed_and_moves_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_up: str
 ) -> None:
     """Gate and up of one format, or of two. The bits are those of the experts one by one, too."""
-    monkeypatch.setattr(gguf.quants, "quantize", any_quantize)
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
     replace(TINY["qwen3-moe"], settings=TINY["qwen3-moe"].settings | sizes)(tmp_path)
     model, types = GGUFModel(tmp_path), {"gate": "Q4_K", "up": of_up, "down": "Q6_K"}

@@ -26,6 +26,7 @@ import torch
 from nanoengine.config.engine import GIB
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.checkpoint import DTYPES
+from nanoengine.loading.gguf.grids import CHANGED, held_rows
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.parts import names_beside
 from nanoengine.loading.gguf.reader import open_gguf
@@ -34,10 +35,10 @@ from nanoengine.loading.gguf.tensors import TILED, GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
 from nanoengine.loading.steady_file import SteadyFile
 from nanoengine.models.families import OUT_IS_TILED
-from nanoengine.models.stored_codes import CODES_KEY, OF_GGUF, TAKEN_APART
+from nanoengine.models.stored_codes import CODES_KEY, FORMATS, OF_GGUF, TAKEN_APART
 
 logger = logging.getLogger(__name__)
-CONVERTER_VERSION = 8  # part of the cache key: raise it when the written folder changes
+CONVERTER_VERSION = 9  # part of the cache key: raise it when the written folder changes
 
 CHUNK_ELEMENTS = 4 << 20  # dequantised at a time: 16 MiB of float32
 LARGE_GROWTH = 1 << 30  # bytes; a user wants to know of these before they are written
@@ -71,7 +72,7 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     sampling = sampling_config(metadata)
     _write_json(target / "generation_config.json", {"eos_token_id": eos_ids} | sampling)
     _write_safetensors(target / "model.safetensors", tensors, files)
-    return f"{kind} GGUF, {'codes as stored' if stays else 'dequantised to bfloat16'}"
+    return f"{kind} GGUF, {_in_words(kind) if stays else 'dequantised to bfloat16'}"
 
 
 def read_gguf_config(source: Path) -> dict[str, Any]:
@@ -123,10 +124,15 @@ def _check_types(path: Path, stored: Mapping[str, Any]) -> None:
 
 def _with_codes(tensor: GgufTensor) -> GgufTensor:
     """The tensor as it stays, if it is a matrix of codes."""
-    name = tensor.quant_type.name
     is_matrix = len(tensor.shape) == 2 and tensor.change is None
     is_matrix = is_matrix and not tensor.name.endswith(TAKEN_APART)
-    return replace(tensor, code_format=name if name in OF_GGUF and is_matrix else "")
+    return replace(tensor, code_format=OF_GGUF.get(tensor.quant_type.name, "") if is_matrix else "")
+
+
+def _in_words(kind: str) -> str:
+    """How codes of this type of a file stay codes."""
+    weights, num_bytes = FORMATS[OF_GGUF[kind]]
+    return f"codes in {8 * num_bytes / weights:.2f} bits" if kind in CHANGED else "codes as stored"
 
 
 def _tell_growth(
@@ -184,7 +190,7 @@ def _write_tensor(file: BinaryIO, tensor: GgufTensor) -> None:
 
     for data in _row_chunks(tensor):
         if tensor.code_format:
-            file.write(data.tobytes())
+            file.write(held_rows(data, tensor.quant_type.name).tobytes())
             continue
         array = np.array(gguf.quants.dequantize(data, tensor.quant_type), dtype=np.float32)
         values = torch.from_numpy(array)

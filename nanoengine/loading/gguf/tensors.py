@@ -27,6 +27,7 @@ from nanoengine.models.activations import XIELU_SHAPES
 from nanoengine.models.architecture import CHOICE_BIAS, ExpertNames
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.families import OUT_IS_TILED
+from nanoengine.models.stored_codes import FORMATS
 
 Order = npt.NDArray[np.intp]
 Config = Mapping[str, Any]  # the content of config.json
@@ -76,7 +77,8 @@ class GgufTensor:
     def written(self) -> tuple[str, tuple[int, ...], int]:
         """Dtype, shape and bytes in a safetensors file."""
         if self.code_format:
-            shape = (self.shape[0], self.data.shape[1])
+            weights, num_bytes = FORMATS[self.code_format]
+            shape = (self.shape[0], self.shape[1] // weights * num_bytes)
             return "U8", shape, math.prod(shape)
         size = {"BF16": 2, "F32": 4}[self.dtype]
         return self.dtype, self.shape, size * math.prod(self.shape)
