@@ -37,6 +37,10 @@ INLINE int has_numbers(const int format) { return format == BF16 || format == F1
 INLINE int is_as_iq4_xs(const int format) { return format == IQ4_XS || format == IQ3_XXS || format == IQ3_S; }
 INLINE int is_as_q3_k(const int format) { return format == Q3_K || format == IQ2 || format == IQ1; }
 
+/* The format whose functions of cpu_code_sums.h these are: with such blocks, and a table of its own. */
+INLINE int layout_of(const int format) { return is_as_iq4_xs(format) ? IQ4_XS : format == IQ1 ? IQ2 : format; }
+INLINE int is_shared(const int format) { return format == IQ4_XS || format == IQ2; }
+
 /* Whether 16 weights have a scale of 4 to 8 bits, in units of that of their block. */
 INLINE int is_of_16(const int format) { return format == Q2_K || format == Q6_K || is_as_q3_k(format); }
 /* The parts of a group with a scale each. */

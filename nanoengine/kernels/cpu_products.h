@@ -175,6 +175,7 @@ static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64
     const int is_shared = rows > 2 && rows <= SHARED_ROWS; /* what comes next, among the passes */
     float *scales = rows >= least_ready((int)w->format) ? (float *)scratch->numbers + SUMS_ROOM : NULL;
     const char *panel = panel_of(w, column);
+    const numbers_t numbers = NUMBERS_OF[w->format] ? NUMBERS_OF[w->format]() : (numbers_t){{0}};
     for (int64_t first = 0, last; first < groups; first = last, is_warm = 1) {
         last = min64(first + at_once, groups);
         const int64_t after = min64(at_once, last < groups ? groups - last : has_next ? groups : 0);
@@ -184,8 +185,8 @@ static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64
         const int64_t skipped = is_wide ? 0 : first * halves_of((int)w->format);
         const int64_t stride = sums_in_vectors(is_wide ? last - first : groups, (int)w->format);
         if (is_wide) sum_groups(c, row, rows, first, last, scratch);
-        if (scales) SCALE_UNPACKERS[w->format](panel, first, last, scales);
-        summed_t p = {panel, first, last, column % PANEL, c->x + row * c->x_stride, c->x_stride,
+        if (scales) SCALE_UNPACKERS[layout_of((int)w->format)](panel, first, last, scales);
+        summed_t p = {numbers, panel, first, last, column % PANEL, c->x + row * c->x_stride, c->x_stride,
                       (const float *)scratch->numbers + skipped, stride, scales, is_cold, rows <= 2, NULL, 0};
         for (int64_t r = 0, n; r < rows; r += n, p.x += n * c->x_stride, p.row_sums += n * stride) {
             float *acc = scratch->acc + r * PANEL;
