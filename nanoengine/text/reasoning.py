@@ -53,7 +53,9 @@ REASONING_SYNTAXES = (
     ReasoningSyntax("deepseek_r1", "<think>", "</think>"),
 )
 BY_NAME = {row.name: row for row in REASONING_SYNTAXES}
-BY_NAME |= dict.fromkeys(("qwen3", "glm45"), BY_NAME["deepseek_r1"])  # the same tags
+# The same tags.
+_THINK = ("deepseek_v3", "glm45", "glm47", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3")
+BY_NAME |= dict.fromkeys((*_THINK, "poolside_v1", "qwen3"), BY_NAME["deepseek_r1"])
 MAX_MARKS = 16  # of calls, in thoughts that never end; the rest is thoughts
 
 

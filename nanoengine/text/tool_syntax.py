@@ -351,6 +351,10 @@ TOOL_SYNTAXES = (
     replace(LFM2, signs=("List of tools: [",)),
 )
 BY_NAME = {syntax.name: syntax for syntax in TOOL_SYNTAXES}
+# vLLM's other names of the same forms.
+BY_NAME |= dict.fromkeys(("qwen3_json", "granite4"), BY_NAME["hermes"])
+BY_NAME |= dict.fromkeys(("glm47", "poolside_v1"), BY_NAME["glm45"])
+BY_NAME |= {"qwen3_xml": BY_NAME["qwen3_coder"], "llama4_json": BY_NAME["llama3_json"]}
 
 
 def syntax_of(template: str) -> ToolSyntax | None:

@@ -203,6 +203,10 @@ WHOLE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("deepseek_v3", SEEK.replace("weather", "rm"), None, []),
     ("deepseek_v31", f"{SEEK_31}\n", None, [CALL, CALL]),
     ("deepseek_v31", SEEK_31.replace("weather", "rm"), None, []),
+    *((name, HERMES, None, [CALL]) for name in ("qwen3_json", "granite4")),
+    *((name, GLM, None, [CALL]) for name in ("glm47", "poolside_v1")),
+    ("qwen3_xml", CODER, None, [CALL]),
+    ("llama4_json", OBJECT.replace("arguments", "parameters"), None, [CALL]),
 ]  # fmt: skip
 
 
@@ -377,6 +381,13 @@ def test_channels(cuts: list[int]) -> None:
         (f"{head}<|call|><|start|>assistant{head}{{}}<|call|>", [NOW, NOW]),
     ):
         assert calls_of(read(text)) == calls
+
+
+@pytest.mark.parametrize("name", ["glm47", "minimax_m2", "poolside_v1", "qwen3"])
+def test_thoughts_by_vllms_names(name: str) -> None:
+    made = AnswerParser([ReasoningParser(REASONING[name], True)], None)
+    message = message_of(made.read("hm\n</think>\n\nSo:", is_last=True))
+    assert (message.reasoning, message.content) == ("hm", "So:")
 
 
 @settings(derandomize=True, deadline=None)
