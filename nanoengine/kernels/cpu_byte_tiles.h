@@ -20,12 +20,13 @@ typedef struct { /* groups of up to a panel of outputs, and the integers of one 
 
 #if HAVE_BYTE_TILES
 /* Group g of the blocks b of 16 outputs becomes group n of tiles `at`. */
-INLINE void fill_tile(block_t b, const int g, byte_tiles_t *t, int64_t at, int64_t n, const int format) {
+INLINE void fill_tile(block_t b, const levels_t *levels, const int g, byte_tiles_t *t, int64_t at, int64_t n,
+                      const int format) {
     const __m512i bias = _mm512_set1_epi8((char)bias_of(format));
     keep_groups_apart(format);
     const scales_t scales = scales_of(b, g, format);
     vu codes[8];
-    bytes_of(b, g, format, codes);
+    bytes_of(b, levels, g, format, codes);
     UNROLL for (int i = 0; i < 8; i++) {
         const int half = i / 4 % halves_of(format);
         store(t->codes[at][n][half][i], (vf)_mm512_sub_epi8((__m512i)codes[i], bias));
@@ -38,8 +39,8 @@ INLINE void fill_tile(block_t b, const int g, byte_tiles_t *t, int64_t at, int64
 }
 
 /* The groups [first, first + count), whole blocks, of the outputs [column, column + columns) of a panel. */
-INLINE void fill_tiles(const char *panel, int64_t first, int64_t count, int64_t column, int64_t columns,
-                       byte_tiles_t *t, const int format) {
+INLINE void fill_tiles(const char *panel, const levels_t *levels, int64_t first, int64_t count, int64_t column,
+                       int64_t columns, byte_tiles_t *t, const int format) {
     const int per_block = (int)(FORMAT[format].weights / GROUP);
     const int64_t bytes = group_bytes(format);
     const char *next = panel + first * bytes + BYTES_AHEAD;
@@ -48,7 +49,7 @@ INLINE void fill_tiles(const char *panel, int64_t first, int64_t count, int64_t 
             next = prefetch_bytes(next, bytes);
             for (int64_t at = 0; at < columns / LANES; at++) {
                 const block_t b = block_at(panel, (first + n) / per_block, column + at * LANES, format);
-                fill_tile(b, g, t, at, n + g, format);
+                fill_tile(b, levels, g, t, at, n + g, format);
             }
         }
 }
@@ -93,13 +94,13 @@ INLINE void multiply_byte_tiles(byte_tiles_t *t, int64_t at, int64_t count, cons
 }
 
 /* As multiply_rounded, of a multiple of 16 rows, or of 1 to 15; `stride`: rows of x. */
-INLINE void multiply_rows_in_tiles(const char *panel, int64_t groups, int64_t column, int64_t columns,
-                                   const rounded_t *x, int64_t stride, int64_t rows, byte_tiles_t *t, float *acc,
-                                   const int format) {
+INLINE void multiply_rows_in_tiles(const char *panel, const levels_t *levels, int64_t groups, int64_t column,
+                                   int64_t columns, const rounded_t *x, int64_t stride, int64_t rows,
+                                   byte_tiles_t *t, float *acc, const int format) {
     shape_byte_tiles(min64(rows, TILE_ROWS));
     for (int64_t first = 0, count; first < groups; first += count, x += count * stride) {
         count = min64(TILED_GROUPS, groups - first);
-        fill_tiles(panel, first, count, column, columns, t, format);
+        fill_tiles(panel, levels, first, count, column, columns, t, format);
         for (int64_t r = 0; r < rows; r += TILE_ROWS)
             for (int64_t at = 0; at < columns / LANES; at++) {
                 float *its = acc + r * PANEL + at * LANES;
@@ -111,22 +112,22 @@ INLINE void multiply_rows_in_tiles(const char *panel, int64_t groups, int64_t co
 }
 
 #define MULTIPLY_IN_TILES(format)                                                                   \
-    static void multiply_in_tiles_##format(const char *panel, int64_t groups, int64_t column,       \
-                                           int64_t columns, const rounded_t *x, int64_t rows,       \
-                                           byte_tiles_t *t, float *acc) {                           \
+    static void multiply_in_tiles_##format(const char *panel, const levels_t *levels, int64_t groups, \
+                                           int64_t column, int64_t columns, const rounded_t *x,     \
+                                           int64_t rows, byte_tiles_t *t, float *acc) {             \
         const int64_t whole = rows / TILE_ROWS * TILE_ROWS;                                         \
-        multiply_rows_in_tiles(panel, groups, column, columns, x, rows, whole, t, acc, format);     \
+        multiply_rows_in_tiles(panel, levels, groups, column, columns, x, rows, whole, t, acc, format); \
         if (whole < rows)                                                                           \
-            multiply_rows_in_tiles(panel, groups, column, columns, x + whole, rows, rows - whole, t, \
-                                   acc + whole * PANEL, format);                                    \
+            multiply_rows_in_tiles(panel, levels, groups, column, columns, x + whole, rows,         \
+                                   rows - whole, t, acc + whole * PANEL, format);                   \
     }
 EACH_INTEGERS(MULTIPLY_IN_TILES)
 #define IN_TILES(format) [format] = multiply_in_tiles_##format,
 #else
 #define IN_TILES(format)
 #endif
-typedef void multiply_in_tiles_t(const char *, int64_t, int64_t, int64_t, const rounded_t *, int64_t, byte_tiles_t *,
-                                 float *);
+typedef void multiply_in_tiles_t(const char *, const levels_t *, int64_t, int64_t, int64_t, const rounded_t *, int64_t,
+                                 byte_tiles_t *, float *);
 /* By format, of LEAST_FOR_TILES rows or more; only where there are such tiles. */
 static multiply_in_tiles_t *const TILE_MULTIPLIERS[FORMATS] = {EACH_INTEGERS(IN_TILES)};
 #endif

@@ -101,17 +101,16 @@ static void pack_summed(const char *blocks, int64_t count, char *panel, int64_t 
 
 typedef struct { __m512i first, second; } numbers_t; /* of 32 codes each; those of 4 bits and less come repeatedly */
 
-/* What the codes from `first` on stand for, in multiples of the scale that the layout's blocks have. */
-INLINE __m512 multiples_of(int first, const int format) {
+/* What the codes from `first` on stand for, in multiples of the scale. */
+INLINE __m512 multiples_of(int first, const levels_t *levels, const int format) {
     const vu codes = (vu)(IOTA + first) & ((1u << bits_of(format)) - 1);
-    return (__m512)((code(codes, 0, format) - splat((float)code_of_zero(format))) *
-                    (unit_of(format) / unit_of(layout_of(format))));
+    return (__m512)(code(codes, 0, levels, format) - splat((float)code_of_zero(format)));
 }
-INLINE numbers_t numbers_of(const int format) {
-#define NUMBERS_FROM(first, more) \
-    (__m512i)_mm512_cvtne2ps_pbh(multiples_of((first) + (more), format), multiples_of(first, format))
+INLINE numbers_t numbers_of(const int format, const levels_t *levels) {
+#define NUMBERS_OF(first, more) \
+    (__m512i)_mm512_cvtne2ps_pbh(multiples_of((first) + (more), levels, format), multiples_of(first, levels, format))
     const int more = bits_of(format) <= 4 ? 0 : LANES;
-    return (numbers_t){NUMBERS_FROM(0, more), NUMBERS_FROM(bits_of(format) == 6 ? 2 * LANES : 0, more)};
+    return (numbers_t){NUMBERS_OF(0, more), NUMBERS_OF(bits_of(format) == 6 ? 2 * LANES : 0, more)};
 }
 
 /* Pair i of 16 outputs as numbers. */
@@ -204,8 +203,8 @@ INLINE void unpack_scales(const char *panel, int64_t first, int64_t last, float 
 
 /* A run of groups of some outputs, and rows that meet it. */
 typedef struct {
-    numbers_t numbers; /* of formats that share functions */
     const char *panel;
+    const levels_t *levels;
     int64_t first, last, column; /* groups of k; the first output's place in the panel */
     const char *x;               /* at k = 0 */
     int64_t x_stride;
@@ -245,7 +244,7 @@ INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const i
     const int bits = bits_of(format), in_word = 16 / bits;
     const int folds = halves_of(format), words_before = bits == 6 ? 4 : 1; /* those of the first 16 weights */
     const int64_t x_stride = p->x_stride;
-    const numbers_t numbers = is_shared(format) ? p->numbers : numbers_of(format);
+    const numbers_t numbers = numbers_of(format, p->levels);
     const char *x = p->x + p->first * 2 * GROUP, *ahead = p->ahead;
     sums_t out;
     UNROLL for (int r = 0; r < rows; r++)
@@ -293,10 +292,8 @@ typedef void multiply_sums_t(const summed_t *, float *);
 #if WITH_CODES
 #define EACH_SUMMED(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(IQ4_NL) f(IQ4_XS) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K) \
     f(Q2_K) f(Q3_K) f(IQ2)
-#define EACH_SHARING(f) f(IQ4_XS) f(IQ3_XXS) f(IQ3_S) f(IQ2) f(IQ1)
 #else
 #define EACH_SUMMED(f)
-#define EACH_SHARING(f)
 #endif
 EACH_SUMMED(SUMMED)
 /* By layout, rows, and whether it is a whole panel. */
@@ -305,12 +302,6 @@ static multiply_sums_t *const SUM_MULTIPLIERS[FORMATS][SUM_ROWS + 1][2] = {EACH_
 typedef void unpack_scales_t(const char *, int64_t, int64_t, float *);
 #define LIST_SCALES(format) [format] = unpack_scales_##format,
 static unpack_scales_t *const SCALE_UNPACKERS[FORMATS] = {EACH_SUMMED(LIST_SCALES)};
-
-#define NUMBERS_FUNCTION(format) static numbers_t numbers_of_##format(void) { return numbers_of(format); }
-EACH_SHARING(NUMBERS_FUNCTION)
-typedef numbers_t numbers_of_t(void);
-#define LIST_NUMBERS(format) [format] = numbers_of_##format,
-static numbers_of_t *const NUMBERS_OF[FORMATS] = {EACH_SHARING(LIST_NUMBERS)};
 
 /* How many of `rows` rows meet a panel together: 8 are 4 and 4. */
 INLINE int64_t rows_together(int64_t rows) {
@@ -352,7 +343,7 @@ static void summed_weights(const char *panel, int64_t group, int64_t column, uin
     for (int k = 0; k < GROUP; k++) {
         const unsigned c = code_at(words, k % 2, k / 2, bits_of(format));
         const int half = k / (GROUP / 2);
-        const vf w = fused(scales.d[half], code((vu)splat_i((int32_t)c), 0, format), scales.m[half]);
+        const vf w = fused(scales.d[half], code((vu)splat_i((int32_t)c), 0, &LEVELS[format], format), scales.m[half]);
         out[k] = narrow(w)[column % LANES];
     }
 }

@@ -125,7 +125,7 @@ INLINE scales_t scales_of_halves(block_t b, int64_t g, const int format) {
             s.d[i] = half(b, 0) * __builtin_convertvector((vi)(both & 15), vf);
             s.m[i] = -(half(b, 1) * __builtin_convertvector((vi)(both >> 4 & 15), vf));
         } else if (is_as_q3_k(format)) {
-            s.d[i] = half(b, 0) * scale_of_16(b, 2 * g + i) * unit_of(format);
+            s.d[i] = half(b, 0) * scale_of_16(b, 2 * g + i);
             s.m[i] = s.d[i] * (float)-code_of_zero(format);
         } else {
             s.d[i] = half(b, 0) * signed_byte(word(b, 48 + g / 2) >> (int)(g % 2 * 16), i);
@@ -162,7 +162,7 @@ INLINE scales_t scales_of(block_t b, int64_t g, const int format) {
         s.m[0] = -(s.d[0] * half(b, 1));
     } else if (is_as_iq4_xs(format)) { /* of 6 bits, the upper two in the second half */
         const vu low = word(b, 0) >> (int)(4 * g) & 15, high = half_bits(b, 1) >> (int)(2 * g) & 3;
-        s.d[0] *= __builtin_convertvector((vi)(low | high << 4) - 32, vf) * unit_of(format);
+        s.d[0] *= __builtin_convertvector((vi)(low | high << 4) - 32, vf);
     } else {
         s.m[0] = s.d[0] * (float)-code_of_zero(format);
     }
@@ -225,13 +225,13 @@ INLINE four_t four_weights(block_t b, int64_t g, const int h, int i, const int f
 }
 
 /* Code n of the four as a number. */
-INLINE vf code(vu four, int n, const int format) {
+INLINE vf code(vu four, int n, const levels_t *levels, const int format) {
     if (format == Q8_0 || format == INT8) return signed_byte(four, n);
     if (format == FP8) return e4m3(four << (24 - 8 * n));
     const vu x = four >> (8 * n);
     if (format == MXFP4 || format == NVFP4) return e2m1(x);
     if (format == NF4) return nf4(x);
-    if (has_levels(format)) return level(x, format);
+    if (has_levels(format)) return one_of_16(x, levels->numbers);
     const int bits = format == Q6_K ? 6 : format == Q5_0 || format == Q5_1 || format == Q5_K ? 5 : 4;
 #if LANES == 16 /* a look-up reads as many bits as its table needs */
     const __m512 low = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -278,10 +278,10 @@ INLINE vf number(vu two, const int is_upper, const int format) {
 }
 
 /* Weight n of the four as a number, or n and n + 1 as a pair of bfloat16. */
-INLINE vf weights(four_t four, int n, vf d, vf m, const int format) {
+INLINE vf weights(four_t four, int n, vf d, vf m, const levels_t *levels, const int format) {
     if (has_numbers(format)) return number(n < 2 ? four.x : four.y, n % 2, format);
-    const vf w = fused(d, code(four.x, n, format), m);
-    return MODE == F32 ? w : round_pairs(w, fused(d, code(four.x, n + 1, format), m));
+    const vf w = fused(d, code(four.x, n, levels, format), m);
+    return MODE == F32 ? w : round_pairs(w, fused(d, code(four.x, n + 1, levels, format), m));
 }
 
 typedef struct { /* where numbers go; bytes from word to word of k, from 16 outputs to the next, from one
@@ -292,7 +292,7 @@ typedef struct { /* where numbers go; bytes from word to word of k, from 16 outp
 
 /* Group `group` of the outputs [column, column + columns) of a panel as numbers: float32, or pairs of
  * bfloat16. Half a panel side by side, so that memory is read in order. */
-INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64_t columns,
+INLINE void unpack_group(const char *panel, const levels_t *levels, int64_t group, int64_t column, int64_t columns,
                          unpacked_t to, const int format) {
     enum { HALF_VECTORS = PANEL / 2 / LANES };
     const int64_t per_block = FORMAT[format].weights / GROUP, g = group % per_block;
@@ -313,7 +313,7 @@ INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64
                 UNROLL for (int n = 0; n < 4; n += MODE == F32 ? 1 : 2, at += to.word)
                     UNROLL for (int v = 0; v < HALF_VECTORS; v++)
                         store(at + v * LANES / 16 * to.vector + v * LANES % 16 * 4,
-                              weights(four[v], n, s[v].d[h], s[v].m[h], format));
+                              weights(four[v], n, s[v].d[h], s[v].m[h], levels, format));
             }
     }
 }
@@ -326,21 +326,21 @@ INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64
 #if WITH_CODES && MODE == F32
 #define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) \
     f(MXFP4) f(INT4) f(INT8) f(FP8) f(NVFP4) f(NF4) f(IQ4_NL) f(IQ4_XS) f(Q2_K) f(Q3_K) \
-    f(IQ3_XXS) f(IQ3_S) f(IQ2) f(IQ1) EACH_NUMBERS(f)
+    f(IQ2) EACH_NUMBERS(f)
 #elif WITH_CODES && HAVE_TILES /* the others: cpu_lookup.h */
-#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) f(Q2_K) f(Q3_K) f(IQ2) f(IQ1) EACH_NUMBERS(f)
+#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) f(Q2_K) f(Q3_K) f(IQ2) EACH_NUMBERS(f)
 #elif WITH_CODES /* cpu_code_sums.h */
 #define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) EACH_NUMBERS(f)
 #else /* they take long to compile */
 #define EACH_FORMAT(f) EACH_NUMBERS(f)
 #endif
 #define UNPACK(format)                                                                              \
-    static void unpack_##format(const char *panel, int64_t group, int64_t column, int64_t columns,  \
-                                unpacked_t to) {                                                    \
-        unpack_group(panel, group, column, columns, to, format);                                    \
+    static void unpack_##format(const char *panel, const levels_t *levels, int64_t group,           \
+                                int64_t column, int64_t columns, unpacked_t to) {                   \
+        unpack_group(panel, levels, group, column, columns, to, format);                            \
     }
 EACH_FORMAT(UNPACK)
-typedef void unpack_t(const char *, int64_t, int64_t, int64_t, unpacked_t);
+typedef void unpack_t(const char *, const levels_t *, int64_t, int64_t, int64_t, unpacked_t);
 #define UNPACKER(format) [format] = unpack_##format,
 static unpack_t *const UNPACKERS[FORMATS] = {EACH_FORMAT(UNPACKER)};
 
@@ -351,10 +351,11 @@ enum { FEW_ROWS = LANES >= 8 ? 4 : 2 };
 /* acc[r][v] = x[r] . w[v] over whole groups of k, in the order of `multiply` in cpu_products.h: but weights
  * are numbers in registers only. Its arrays have the sizes that are the most, as GCC keeps none in
  * registers whose size is an argument. */
-INLINE void multiply_codes(const char *panel, int64_t groups, int64_t column, const char *x,
+INLINE void multiply_codes(const char *panel, const levels_t *levels, int64_t groups, int64_t column, const char *x,
                            int64_t x_stride, float *acc, const int rows, const int vecs,
                            const int format) {
     const int64_t per_block = FORMAT[format].weights / GROUP;
+    const levels_t own = has_levels(format) ? *levels : (levels_t){{0}, {0}}; /* no store may change it */
     vf s[FEW_ROWS][PANEL / LANES], w[PANEL / LANES];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < vecs; v++) s[r][v] = (vf){0};
@@ -374,7 +375,7 @@ INLINE void multiply_codes(const char *panel, int64_t groups, int64_t column, co
                 UNROLL for (int v = 0; v < vecs; v++) four[v] = four_weights(b[v], g, h, i, format);
                 UNROLL for (int n = 0; n < 4; n += MODE == F32 ? 1 : 2, x += 4) {
                     UNROLL for (int v = 0; v < vecs; v++)
-                        w[v] = weights(four[v], n, scales[v].d[h], scales[v].m[h], format);
+                        w[v] = weights(four[v], n, scales[v].d[h], scales[v].m[h], &own, format);
                     UNROLL for (int r = 0; r < rows; r++) {
                         const vf a = (vf)splat_i(*(const word_t *)(x + r * x_stride));
                         UNROLL for (int v = 0; v < vecs; v++)
@@ -388,12 +389,13 @@ INLINE void multiply_codes(const char *panel, int64_t groups, int64_t column, co
 }
 
 #define MULTIPLY_CODES(format, rows, columns)                                                       \
-    static void multiply_##format##_##rows##_##columns(const char *panel, int64_t groups,           \
-                                                       int64_t column, const char *x,               \
+    static void multiply_##format##_##rows##_##columns(const char *panel, const levels_t *levels,   \
+                                                       int64_t groups, int64_t column, const char *x, \
                                                        int64_t x_stride, float *acc) {              \
-        multiply_codes(panel, groups, column, x, x_stride, acc, rows, columns / LANES, format);     \
+        multiply_codes(panel, levels, groups, column, x, x_stride, acc, rows, columns / LANES,      \
+                       format);                                                                     \
     }
-typedef void multiply_codes_t(const char *, int64_t, int64_t, const char *, int64_t, float *);
+typedef void multiply_codes_t(const char *, const levels_t *, int64_t, int64_t, const char *, int64_t, float *);
 /* One row has its sums in a whole panel, so that they are enough to wait for one another. */
 #if LANES == 16
 #define MULTIPLIERS_OF(format)                                                                      \

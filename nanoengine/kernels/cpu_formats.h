@@ -2,6 +2,7 @@
  *
  * IQ3_XXS, IQ3_S, IQ2 and IQ1 are a file's types whose codes choose several weights at once, from a grid. Here each
  * weight has a code of its own, which says its level: in the blocks of IQ4_XS or of Q3_K. See loading/gguf/grids.py.
+ * Formats that differ in their levels alone are of one layout, and share all functions: see cpu_levels.h.
  */
 #ifndef NANOENGINE_CPU_FORMATS_H
 #define NANOENGINE_CPU_FORMATS_H
@@ -37,9 +38,8 @@ INLINE int has_numbers(const int format) { return format == BF16 || format == F1
 INLINE int is_as_iq4_xs(const int format) { return format == IQ4_XS || format == IQ3_XXS || format == IQ3_S; }
 INLINE int is_as_q3_k(const int format) { return format == Q3_K || format == IQ2 || format == IQ1; }
 
-/* The format whose functions of cpu_code_sums.h these are: with such blocks, and a table of its own. */
-INLINE int layout_of(const int format) { return is_as_iq4_xs(format) ? IQ4_XS : format == IQ1 ? IQ2 : format; }
-INLINE int is_shared(const int format) { return format == IQ4_XS || format == IQ2; }
+/* The format whose functions serve. */
+INLINE int layout_of(int format) { return is_as_iq4_xs(format) ? IQ4_XS : format == IQ1 ? IQ2 : format; }
 
 /* Whether 16 weights have a scale of 4 to 8 bits, in units of that of their block. */
 INLINE int is_of_16(const int format) { return format == Q2_K || format == Q6_K || is_as_q3_k(format); }
@@ -51,11 +51,11 @@ INLINE int code_of_zero(const int format) {
     return format == Q3_K ? 4 : format == Q4_0 ? 8 : format == Q5_0 ? 16 : format == Q6_K ? 32 : 0;
 }
 
-/* Whether a code says one of some levels, integers of 8 bits; and what the scale counts them in. */
+/* Whether a code says a level, an integer of 8 bits; and what the scale counts these in. */
 INLINE int has_levels(const int format) {
     return format == IQ4_NL || is_as_iq4_xs(format) || format == IQ2 || format == IQ1;
 }
-INLINE float unit_of(const int format) {
+INLINE float unit_of(int format) {
     return format == IQ3_XXS ? 0.5f : format == IQ2 || format == IQ1 ? 0.125f : 1.0f;
 }
 

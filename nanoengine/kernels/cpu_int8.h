@@ -111,11 +111,11 @@ INLINE void dot_codes(vu codes[][8], int first, const int8_t *x, const int count
 /* ---- products --------------------------------------------------------------------------------- */
 
 /* The codes of a group of LANES outputs, as instructions take them. */
-INLINE void bytes_of(block_t b, int64_t g, const int format, vu *codes) {
+INLINE void bytes_of(block_t b, const levels_t *levels, int64_t g, const int format, vu *codes) {
     UNROLL for (int i = 0; i < 8; i++) {
         codes[i] = four_codes(b, g, i / 4, i % 4, format);
         if (format == Q4_0 || format == Q4_1 || format == Q4_K || format == INT4) codes[i] &= 0x0f0f0f0fu;
-        if (has_levels(format)) codes[i] = level_bytes(codes[i], format);
+        if (has_levels(format)) codes[i] = level_bytes(codes[i], levels);
         if (has_signs(format) && bias_of(format)) codes[i] ^= 0x80808080u;
     }
 }
@@ -162,14 +162,14 @@ INLINE void keep_groups_apart(const int format) {
 }
 
 /* As add_rows, of group g of the blocks b: its codes stay in registers while the rows pass by. */
-INLINE void add_group(const block_t *b, const int g, const rounded_t *x, int64_t rows, float *acc, int is_first,
-                      const int format) {
+INLINE void add_group(const block_t *b, const levels_t *levels, const int g, const rounded_t *x, int64_t rows,
+                      float *acc, int is_first, const int format) {
     scales_t scales[AT_ONCE];
     vu codes[AT_ONCE][8];
     keep_groups_apart(format);
     UNROLL for (int v = 0; v < AT_ONCE; v++) {
         scales[v] = scales_of(b[v], g, format);
-        bytes_of(b[v], g, format, codes[v]);
+        bytes_of(b[v], levels, g, format, codes[v]);
     }
     keep_groups_apart(format);
     if (is_first) add_rows(scales, codes, x, rows, acc, 1, format);
@@ -189,7 +189,7 @@ enum { BYTES_AHEAD = 32768 };
 
 /* acc[r][c] = rows x of the outputs [column, column + columns) of a panel. x: [groups][rows]. Groups go first,
  * so memory is read in order. */
-INLINE void multiply_rounded(const char *panel, int64_t groups, int64_t column, int64_t columns,
+INLINE void multiply_rounded(const char *panel, const levels_t *levels, int64_t groups, int64_t column, int64_t columns,
                              const rounded_t *x, int64_t rows, float *acc, const int format) {
     const int per_block = (int)(FORMAT[format].weights / GROUP);
     const int64_t part = group_bytes(format) * AT_ONCE * LANES / columns;
@@ -201,30 +201,32 @@ INLINE void multiply_rounded(const char *panel, int64_t groups, int64_t column, 
                 UNROLL for (int v = 0; v < AT_ONCE; v++)
                     b[v] = block_at(panel, group / per_block, column + c + v * LANES, format);
                 next = prefetch_bytes(next, part);
-                add_group(b, g, x + g * rows, rows, acc + c, group + g == 0, format);
+                add_group(b, levels, g, x + g * rows, rows, acc + c, group + g == 0, format);
             }
 }
 
 #define MULTIPLY_ROUNDED(format)                                                                    \
-    static void multiply_rounded_##format(const char *panel, int64_t groups, int64_t column,        \
-                                          int64_t columns, const rounded_t *x, int64_t rows,        \
-                                          float *acc) {                                             \
-        multiply_rounded(panel, groups, column, columns, x, rows, acc, format);                     \
+    static void multiply_rounded_##format(const char *panel, const levels_t *levels, int64_t groups, \
+                                          int64_t column, int64_t columns, const rounded_t *x,      \
+                                          int64_t rows, float *acc) {                               \
+        multiply_rounded(panel, levels, groups, column, columns, x, rows, acc, format);             \
     }
 #if WITH_CODES
 #define EACH_INTEGERS(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) f(INT4) f(INT8) \
-    f(IQ4_NL) f(IQ4_XS) f(Q2_K) f(Q3_K) f(IQ3_XXS) f(IQ3_S) f(IQ2) f(IQ1)
+    f(IQ4_NL) f(IQ4_XS) f(Q2_K) f(Q3_K) f(IQ2)
 #else
 #define EACH_INTEGERS(f)
 #endif
 EACH_INTEGERS(MULTIPLY_ROUNDED)
-typedef void multiply_rounded_t(const char *, int64_t, int64_t, int64_t, const rounded_t *, int64_t, float *);
+typedef void multiply_rounded_t(const char *, const levels_t *, int64_t, int64_t, int64_t, const rounded_t *, int64_t,
+                                float *);
 #define ROUNDED_MULTIPLIER(format) [format] = multiply_rounded_##format,
 static multiply_rounded_t *const ROUNDED_MULTIPLIERS[FORMATS] = {EACH_INTEGERS(ROUNDED_MULTIPLIER)};
 
 /* ---- rounding --------------------------------------------------------------------------------- */
 
-/* Round a row of k inputs, first normed if there is a weight for it; out: a group every `stride`. */
+/* Round a row of k inputs, first normed if there is a weight for it; out: a group every `stride`, whose scale counts in
+ * the unit of the weight's levels. */
 INLINE void round_row(const char *x, const char *norm_weight, int norm_mode, float eps, int64_t dim,
                       int64_t format, rounded_t *out, int64_t stride) {
     const float norm_scale = norm_weight ? scale_of_norm(x, dim, eps, MODE) : 1.0f;
@@ -248,7 +250,7 @@ INLINE void round_row(const char *x, const char *norm_weight, int norm_mode, flo
             of_halves[i * LANES / 16] += shifted - shift; /* the codes, or NaN where a number is none */
         }
         const float sum = sum_lanes(of_halves[0] + of_halves[1]);
-        out->scale = (is_zero ? 0.0f : most / 127.0f) + (sum - sum);
+        out->scale = ((is_zero ? 0.0f : most / 127.0f) + (sum - sum)) * unit_of((int)format);
         const float second = halves_of((int)format) == 2 ? sum_lanes(of_halves[1]) : 0.0f, first_sum = sum - second;
         out->sum = out->scale * first_sum;
         out->begin = -bias * (int32_t)(sum == sum ? first_sum : 0.0f);

@@ -41,28 +41,29 @@ INLINE vf nf4(vu x) {
     return one_of_16(x, levels);
 }
 
-/* The levels of the other formats (ggml-common.h), as integers. Those of IQ3, IQ2 and IQ1 are what a grid may have, first
- * above 0, then below; none has the fourth of IQ2 and IQ1. */
-#define IQ4_LEVELS -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
-#define IQ3_XXS_LEVELS 2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31
-#define IQ3_S_LEVELS 1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15
-#define IQ2_LEVELS 8, 25, 43, 60, -8, -25, -43, -60
-#define IQ1_LEVELS -7, 1, 9, 17, -9, -1, 7, 15 /* of -1, 0 and 1: 8 times that, 1 above or below */
-#define LEVELS_OF(type)                                                                             \
-    static const type iq4[16] = {IQ4_LEVELS}, iq3_xxs[16] = {IQ3_XXS_LEVELS};                       \
-    static const type iq3_s[16] = {IQ3_S_LEVELS}, iq2[16] = {IQ2_LEVELS}, iq1[16] = {IQ1_LEVELS};   \
-    const type *const levels = format == IQ3_XXS ? iq3_xxs : format == IQ3_S ? iq3_s                \
-                               : format == IQ2   ? iq2     : format == IQ1   ? iq1 : iq4
+/* What the codes of a format stand for, in multiples of the scale; and in multiples of its unit_of. */
+typedef struct {
+    float numbers[16];
+    int8_t integers[16];
+} levels_t;
 
-/* Of the codes in the lowest bits of x. */
-INLINE vf level(vu x, const int format) {
-    LEVELS_OF(float);
-    return one_of_16(x, levels);
-}
+/* ggml-common.h has them. Those of IQ3, IQ2 and IQ1 are what a grid may have, first above 0, then below (of IQ1: -1, 0
+ * and 1, and an eighth above or below); none has the fourth of IQ2 and IQ1. */
+#define IQ4_LEVELS {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}
+#define IQ3_LEVELS {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15}
+static const levels_t LEVELS[FORMATS] = {
+    [IQ4_NL] = {IQ4_LEVELS, IQ4_LEVELS},
+    [IQ4_XS] = {IQ4_LEVELS, IQ4_LEVELS},
+    [IQ3_S] = {IQ3_LEVELS, IQ3_LEVELS},
+    [IQ3_XXS] = {{1, 3, 5, 7, 9, 11, 13, 15.5f, -1, -3, -5, -7, -9, -11, -13, -15.5f},
+                 {2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31}},
+    [IQ2] = {{1, 3.125f, 5.375f, 7.5f, -1, -3.125f, -5.375f, -7.5f}, {8, 25, 43, 60, -8, -25, -43, -60}},
+    [IQ1] = {{-0.875f, 0.125f, 1.125f, 2.125f, -1.125f, -0.125f, 0.875f, 1.875f}, {-7, 1, 9, 17, -9, -1, 7, 15}},
+};
 
 /* A byte each, of codes in the lowest bits of bytes. */
-INLINE vu level_bytes(vu x, const int format) {
-    LEVELS_OF(int8_t);
+INLINE vu level_bytes(vu x, const levels_t *of) {
+    const int8_t *levels = of->integers;
     x &= 0x0f0f0f0fu;
 #if LANES == 16
     const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)levels));

@@ -132,9 +132,9 @@ INLINE void pack_left_of(const char *blocks, int64_t count, char *panel, int64_t
 
 #if HAVE_TILES
 /* What the codes from `first` to `first` + 15 stand for, before scale and minimum. */
-INLINE __m512 levels_of(int first, const int format) {
+INLINE __m512 levels_of(int first, const levels_t *levels, const int format) {
     const __m512i codes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return (__m512)code((vu)_mm512_add_epi32(codes, _mm512_set1_epi32(first)), 0, format);
+    return (__m512)code((vu)_mm512_add_epi32(codes, _mm512_set1_epi32(first)), 0, levels, format);
 }
 
 typedef struct { float d[2][HALF_PANEL], m[2][HALF_PANEL]; } left_scales_t; /* as scales_t */
@@ -155,8 +155,8 @@ INLINE __m512i four_places(int first, int step) {
 #define LOOK_UP(n, table, at) _mm512_storeu_si512(to + TILE_BYTES * (n), _mm512_permutexvar_epi8(at, table))
 
 /* 4 bits: tables of two outputs each. */
-INLINE void look_up_4(const char *from, const left_scales_t *s, char *to, const int format) {
-    const __m512 levels = levels_of(0, format);
+INLINE void look_up_4(const char *from, const levels_t *of, const left_scales_t *s, char *to, const int format) {
+    const __m512 levels = levels_of(0, of, format);
     const __m512i bytes[2] = {_mm512_set1_epi16(0x0100), _mm512_set1_epi16(0x2120)};
     UNROLL for (int n = 0; n < HALF_PANEL; n += 2) {
         const __m512i words = _mm512_loadu_si512(from + n / 4 * FOUR_BYTES), table = TABLE(levels, n, levels, n + 1);
@@ -167,7 +167,7 @@ INLINE void look_up_4(const char *from, const left_scales_t *s, char *to, const 
 
 /* 5 bits: a table each. */
 INLINE void look_up_5(const char *from, const left_scales_t *s, char *to, const int format) {
-    const __m512 low = levels_of(0, format), high = levels_of(16, format);
+    const __m512 low = levels_of(0, NULL, format), high = levels_of(16, NULL, format);
     const __m512i bytes = _mm512_set1_epi16(0x0100);
     for (int n0 = 0; n0 < HALF_PANEL; n0 += 16, from += 5 * TILE_BYTES) {
         __m512i words[5], last = bytes;
@@ -229,7 +229,8 @@ INLINE void look_up_8(const char *from, const left_scales_t *s, char *to) {
 }
 
 /* Group `group` of half a panel as bfloat16, [32 outputs][32 inputs]. */
-INLINE void look_up(const char *panel, int64_t group, int64_t half, char *to, const int format) {
+INLINE void look_up(const char *panel, const levels_t *levels, int64_t group, int64_t half, char *to,
+                    const int format) {
     const int64_t per_block = FORMAT[format].weights / GROUP, g = group % per_block;
     const char *block = panel + group / per_block * block_bytes(format) * PANEL;
     const char *from = block + codes_at(g, half, format);
@@ -245,35 +246,37 @@ INLINE void look_up(const char *panel, int64_t group, int64_t half, char *to, co
     /* A load sends a number to all lanes for nothing; without this GCC would permute registers. */
     __asm__("" : "+m"(scales));
     switch (bits_of(format)) {
-    case 4: look_up_4(from, &scales, to, format); break;
+    case 4: look_up_4(from, levels, &scales, to, format); break;
     case 5: look_up_5(from, &scales, to, format); break;
     case 6: look_up_6(from, &scales, to); break;
     default: look_up_8(from, &scales, to);
     }
 }
 #else
-INLINE void look_up(const char *panel, int64_t group, int64_t half, char *to, const int format) {
-    (void)panel, (void)group, (void)half, (void)to, (void)format;
+INLINE void look_up(const char *panel, const levels_t *levels, int64_t group, int64_t half, char *to,
+                    const int format) {
+    (void)panel, (void)levels, (void)group, (void)half, (void)to, (void)format;
 }
 #endif
 
 #define LEFT_FUNCTIONS(format)                                                                      \
-    static void look_up_##format(const char *panel, int64_t group, int64_t half, char *to) {        \
+    static void look_up_##format(const char *panel, const levels_t *levels, int64_t group,          \
+                                 int64_t half, char *to) {                                          \
         const char *next = panel + group * group_bytes(format) + CODES_AHEAD;                       \
         if (!half) prefetch_part(next, group_bytes(format));                                        \
-        look_up(panel, group, half, to, format);                                                    \
+        look_up(panel, levels, group, half, to, format);                                            \
     }                                                                                               \
     static void pack_left_##format(const char *blocks, int64_t count, char *panel, int64_t column) { \
         pack_left_of(blocks, count, panel, column, format);                                         \
     }
 #if WITH_CODES && HAVE_TILES
 #define EACH_LEFT(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(IQ4_NL) f(IQ4_XS) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K) \
-    f(Q8_0) f(INT8) f(IQ3_XXS) f(IQ3_S)
+    f(Q8_0) f(INT8)
 #else
 #define EACH_LEFT(f)
 #endif
 EACH_LEFT(LEFT_FUNCTIONS)
-typedef void look_up_t(const char *, int64_t, int64_t, char *);
+typedef void look_up_t(const char *, const levels_t *, int64_t, int64_t, char *);
 #define LOOKER(format) [format] = look_up_##format,
 static look_up_t *const LOOKERS[FORMATS] = {EACH_LEFT(LOOKER)};
 typedef void pack_left_t(const char *, int64_t, char *, int64_t);
@@ -322,7 +325,7 @@ INLINE void pair_rows(const char *rows, int64_t stride, int64_t count, int64_t s
 }
 
 /* acc [output][row] of `halves` half panels from `half` on, for `width` rows, 1 to 16. numbers: 8 KiB. */
-INLINE void multiply_looked_up(const char *panel, int64_t groups, int64_t half, int64_t halves,
+INLINE void multiply_looked_up(const char *panel, const levels_t *levels, int64_t groups, int64_t half, int64_t halves,
                                side_t rows, int64_t width, look_up_t *look_up_one, char *numbers,
                                float *acc) {
 #if HAVE_TILES
@@ -334,8 +337,8 @@ INLINE void multiply_looked_up(const char *panel, int64_t groups, int64_t half, 
     TILE_ZERO(3);
     for (int64_t g = 0; g < groups; g++, rows.at += rows.step) {
         char *to = numbers + g % 2 * 2 * HALF_NUMBERS;
-        look_up_one(panel, g, half, to);
-        if (halves == 2) look_up_one(panel, g, 1, to + HALF_NUMBERS);
+        look_up_one(panel, levels, g, half, to);
+        if (halves == 2) look_up_one(panel, levels, g, 1, to + HALF_NUMBERS);
         TILE_LOAD(6, rows.at, rows.stride);
         TILE_LOAD(4, to, TILE_BYTES);
         TILE_DOT(0, 4, 6);
@@ -354,7 +357,7 @@ INLINE void multiply_looked_up(const char *panel, int64_t groups, int64_t half, 
     TILE_STORE(2, out + 2 * TILE_ROWS * stride, stride);
     TILE_STORE(3, out + 3 * TILE_ROWS * stride, stride);
 #else
-    (void)panel, (void)groups, (void)half, (void)halves, (void)rows;
+    (void)panel, (void)levels, (void)groups, (void)half, (void)halves, (void)rows;
     (void)width, (void)look_up_one, (void)numbers, (void)acc;
 #endif
 }

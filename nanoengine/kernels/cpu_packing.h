@@ -59,7 +59,7 @@ void pack(const weight_t *w, const char *rows, int64_t stride, int64_t which, in
             char *panel = (char *)panel_of(w, column);
             pack_column(rows + n * stride, blocks, panel, column % PANEL, first, last, format);
             if (is_sum) pack_summed(rows + n * stride, blocks, panel, column % PANEL, format);
-            if (is_left) LEFT_PACKERS[format](rows + n * stride, blocks, panel, column);
+            if (is_left) LEFT_PACKERS[layout_of(format)](rows + n * stride, blocks, panel, column);
         }
     }
 }

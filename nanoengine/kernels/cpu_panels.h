@@ -126,9 +126,9 @@ static void unpack(const weight_t *w, int64_t column, int64_t columns, int64_t b
         return;
     }
     const char *panel = panel_of(w, column);
-    unpack_t *const group = UNPACKERS[w->format];
+    unpack_t *const group = UNPACKERS[layout_of((int)w->format)];
     for (; begin < end; begin++, to.at += to.group)
-        group(panel, begin, column % PANEL, columns, to);
+        group(panel, &LEVELS[w->format], begin, column % PANEL, columns, to);
 }
 
 /* The steps [begin, end) of half a panel of a tiled weight. */
@@ -140,6 +140,6 @@ static void unpack_half(const weight_t *w, int64_t half, int64_t begin, int64_t 
                (unpacked_t){to, TILE_BYTES, TILE_PAIRS * TILE_BYTES, STEP_BYTES});
     else
         for (; begin < end; begin++, to += STEP_BYTES)
-            LOOKERS[w->format](panel_of(w, half * HALF), begin, half % 2, to);
+            LOOKERS[layout_of((int)w->format)](panel_of(w, half * HALF), &LEVELS[w->format], begin, half % 2, to);
 }
 #endif

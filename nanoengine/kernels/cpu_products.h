@@ -175,7 +175,6 @@ static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64
     const int is_shared = rows > 2 && rows <= SHARED_ROWS; /* what comes next, among the passes */
     float *scales = rows >= least_ready((int)w->format) ? (float *)scratch->numbers + SUMS_ROOM : NULL;
     const char *panel = panel_of(w, column);
-    const numbers_t numbers = NUMBERS_OF[w->format] ? NUMBERS_OF[w->format]() : (numbers_t){{0}};
     for (int64_t first = 0, last; first < groups; first = last, is_warm = 1) {
         last = min64(first + at_once, groups);
         const int64_t after = min64(at_once, last < groups ? groups - last : has_next ? groups : 0);
@@ -186,7 +185,7 @@ static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64
         const int64_t stride = sums_in_vectors(is_wide ? last - first : groups, (int)w->format);
         if (is_wide) sum_groups(c, row, rows, first, last, scratch);
         if (scales) SCALE_UNPACKERS[layout_of((int)w->format)](panel, first, last, scales);
-        summed_t p = {numbers, panel, first, last, column % PANEL, c->x + row * c->x_stride, c->x_stride,
+        summed_t p = {panel, &LEVELS[w->format], first, last, column % PANEL, c->x + row * c->x_stride, c->x_stride,
                       (const float *)scratch->numbers + skipped, stride, scales, is_cold, rows <= 2, NULL, 0};
         for (int64_t r = 0, n; r < rows; r += n, p.x += n * c->x_stride, p.row_sums += n * stride) {
             float *acc = scratch->acc + r * PANEL;
@@ -220,10 +219,10 @@ static void multiply_few(const call_t *c, int64_t row, int64_t rows, int64_t col
     for (int64_t end = row + rows, n; row < end; row += n) {
         n = end - row >= 4 ? FEW_ROWS : end - row >= 2 ? 2 : 1;
         const int width = n == 1 && LANES == 16 ? PANEL : n == 4 && LANES == 8 ? TURN : HALF;
-        multiply_codes_t *const run = CODE_MULTIPLIERS[w->format][n - 1][width / PANEL];
+        multiply_codes_t *const run = CODE_MULTIPLIERS[layout_of((int)w->format)][n - 1][width / PANEL];
         const char *x = c->x + row * c->x_stride;
         for (int at = 0; at < columns; at += width)
-            run(panel, w->k / GROUP, column % PANEL + at, x, c->x_stride, acc + at);
+            run(panel, &LEVELS[w->format], w->k / GROUP, column % PANEL + at, x, c->x_stride, acc + at);
         finish_rows(c, row, (int)n, column, columns, acc, PANEL);
     }
 }

@@ -153,8 +153,8 @@ static void multiply_few_lookups(const call_t *c, int64_t row, int64_t rows, int
     const int64_t at = c->x_stride ? row * c->x_stride : row / PAIR_ROWS * groups * PAIRS_STEP;
     const side_t x = {c->x + at, 4 * width, TILE_PAIRS * 4 * width};
     float *acc = scratch->acc, *turned = acc;
-    multiply_looked_up(panel_of(w, column), groups, column % PANEL / HALF, columns / HALF, x, width,
-                       LOOKERS[w->format], scratch->numbers, acc);
+    multiply_looked_up(panel_of(w, column), &LEVELS[w->format], groups, column % PANEL / HALF, columns / HALF, x, width,
+                       LOOKERS[layout_of((int)w->format)], scratch->numbers, acc);
     if (width > 1) turned += PANEL * PAIR_ROWS;
     for (int n = 0; n < columns && width > 1; n += TILE_ROWS)
         turn((char *)(acc + n * width), 4 * width, TILE_ROWS, (char *)(turned + n), 4 * PANEL);
@@ -167,13 +167,15 @@ _Static_assert(!HAVE_BYTE_TILES || sizeof(byte_tiles_t) <= sizeof(((scratch_t *)
 static void multiply_few_bits(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
                               scratch_t *scratch) {
     const weight_t *w = c->w;
+    const int layout = layout_of((int)w->format);
+    const levels_t *levels = &LEVELS[w->format];
     const int64_t groups = w->k / GROUP;
     const rounded_t *x = (const rounded_t *)c->x + row * groups;
     float *acc = scratch->acc;
     if (w->has_byte_tiles && rows >= LEAST_FOR_TILES)
-        TILE_MULTIPLIERS[w->format](panel_of(w, column), groups, column % PANEL, columns, x, rows,
-                                    (byte_tiles_t *)scratch->numbers, acc);
-    else ROUNDED_MULTIPLIERS[w->format](panel_of(w, column), groups, column % PANEL, columns, x, rows, acc);
+        TILE_MULTIPLIERS[layout](panel_of(w, column), levels, groups, column % PANEL, columns, x, rows,
+                                 (byte_tiles_t *)scratch->numbers, acc);
+    else ROUNDED_MULTIPLIERS[layout](panel_of(w, column), levels, groups, column % PANEL, columns, x, rows, acc);
     finish_rows(c, row, (int)rows, column, columns, acc, PANEL);
 }
 #endif
