@@ -332,7 +332,7 @@ def _of_gguf(name: str, rows: Tensor) -> Tensor:
 
 def _of_levels(name: str, rows: Tensor) -> Tensor:
     """Blocks of IQ4_XS or Q3_K whose codes say one of LEVELS, as float32 [outputs, inputs]."""
-    blocks = rows.view(-1, FORMATS[name][1])
+    blocks = rows.reshape(-1, FORMATS[name][1])  # rows may be parts of longer ones
     parts = [2, 2, 4, 128] if name.startswith("IQ3") else [32, 32, 32, 8, 4, 2]
     fields = torch.split(blocks, parts, dim=1)
     if len(parts) == 4:

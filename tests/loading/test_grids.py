@@ -6,11 +6,18 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from coded import random_blocks
+from coded import random_blocks, random_weight
 from gguf import GGMLQuantizationType as QuantType
 
 from nanoengine.loading.gguf.grids import held_rows
-from nanoengine.models.stored_codes import FORMATS, LEVELS, OF_GGUF, CodedRows
+from nanoengine.models.stored_codes import (
+    FORMATS,
+    LEVELS,
+    OF_GGUF,
+    CodedRows,
+    CodedWeight,
+    columns,
+)
 
 OTHERS = [kind for kind, held in OF_GGUF.items() if kind != held or kind in LEVELS]
 
@@ -39,6 +46,15 @@ def test_the_least_and_the_largest_codes(kind: str) -> None:
     for byte in (0, 0x7B):  # 0x7B7B is a number of 16 bits, 0xFFFF is none
         blocks = np.full_like(random_blocks(kind, 1, 256), byte)
         assert_same_numbers(blocks, kind)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_numbers_of_some_inputs(name: str) -> None:
+    """As a rank takes them of a product that is split along its inputs."""
+    weight = random_weight(name, 3, 1024, torch.float32)
+    part = columns(weight, range(256, 768))
+    assert isinstance(part, CodedWeight)
+    assert torch.equal(part.numbers(), weight.numbers()[:, 256:768])
 
 
 def test_what_lies_as_in_the_file_is_not_copied() -> None:
