@@ -55,7 +55,7 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
         const int columns = is_whole ? PANEL : HALF;
         if (sums_codes(c->w) && row != summed_row) sum_all_groups(c, summed_row = row, rows, &scratch);
         /* one row of half a panel has no function of its own */
-        const int is_few = rows <= most_few(c->w->format) && (is_whole || rows % 2 == 0 || LANES < 16);
+        const int is_few = go_by_codes(rows, c->w->format) && (is_whole || rows % 2 == 0 || LANES < 16);
         const int has_next = is_whole && half + 3 < halves && u + 3 < end;
         if (sums_codes(c->w)) multiply_code_sums(c, row, rows, half * HALF, columns, is_warm, has_next, &scratch);
         else if (c->w->format == BF12 && is_whole) multiply_12_bits(c, row, rows, half * HALF, has_next, &scratch);

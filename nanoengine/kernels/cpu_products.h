@@ -133,10 +133,12 @@ typedef struct {
     float acc[SUMS];
 } __attribute__((aligned(64))) scratch_t;
 
-/* Rows that go by codes, not by numbers made of them: where vectors are short, making these costs more. */
-INLINE int64_t most_few(int64_t format) {
+/* Whether so many rows go by codes, not by numbers made of them. Where vectors are short, three would go by twice;
+ * numbers of 16 bits are made in one step, so more rows may make them anew. */
+INLINE int go_by_codes(int64_t rows, int64_t format) {
     if (format == DENSE || format == BF12) return 0;
-    return LANES != 8 ? FEW_ROWS : has_numbers((int)format) ? 4 * FEW_ROWS : 2 * FEW_ROWS;
+    if (LANES == 8 && has_numbers((int)format)) return rows <= 4 * FEW_ROWS;
+    return rows <= FEW_ROWS && (LANES != 8 || rows != 3);
 }
 
 #if HAVE_PAIRS && MODE == BF16_PAIRS
