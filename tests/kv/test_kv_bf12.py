@@ -312,6 +312,7 @@ def test_a_failed_copy_fails_its_request_only(tiny: Tiny, stream: str) -> None:
     driver.engine.close()
 
 
+@pytest.mark.usefixtures("our_products")
 def test_the_plan_says_that_it_is_exact(tiny: Tiny) -> None:
     driver = make_driver(tiny("llama"), speculative=None)
     plan = driver.engine.plan

@@ -205,6 +205,7 @@ def test_answers_are_transformers(case: Case, write: Callable[[Case], Written]) 
     assert distances(path, numbers, "float32").max() < 1e-5
 
 
+@pytest.mark.usefixtures("our_products")
 def test_answers_in_16_bits(case: Case, write: Callable[[Case], Written]) -> None:
     """Codes are not farther off than rounded numbers. The median: a token is farther off in either
     where its experts are others.
