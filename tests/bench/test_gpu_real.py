@@ -17,6 +17,7 @@ def test_without_a_file_the_row_says_how_to_name_one() -> None:
 
 
 @pytest.mark.breadth
+@pytest.mark.usefixtures("our_products")  # PyTorch's in 16 bits take minutes
 def test_the_demo_model_is_as_transformers_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     file = packaged_gguf(DEMO_MODEL)
     monkeypatch.setattr(gpu_real, "PROMPT_TOKENS", (20, 100))
