@@ -35,8 +35,10 @@ def coded_decode(folder: Path, scale: Scale, read_gb_per_s: float) -> Iterator[R
     batches = scale.resident_batches[:3]
     most = max(num * length for num, length in batches)
     for name, formats in models.items():
-        kept = "gguf" if formats else None
-        settings = {"num_gpu_blocks": 2 * most // 256 + 8, "quantization": kept}
+        settings = {"num_gpu_blocks": 2 * most // 256 + 8}
+        settings |= {"quantization": "gguf"} if formats else {}
+        if scale.device == "cpu":  # not every CPU multiplies bfloat16
+            settings["dtype"] = "float32"
         with random_weights(formats, scale) as sizes, running(folder, scale, **settings) as made:
             row: Row = {"weights": name, "plan": made.plan.quantization}
             row["gb"] = round(sizes["all"] / 1e9, 3)

@@ -189,9 +189,8 @@ class Forecaster:
         has_gpu = self._hardware.gpu_bytes > 0
         if method == "gguf" and not self._stored.has_codes:
             raise no_codes(method)
-        form = WeightForm(
-            dtype, self._stored.forms, method == "int8", self._keeps_codes(), packs=not has_gpu
-        )
+        packs = not has_gpu and self._has_own_products()
+        form = WeightForm(dtype, self._stored.forms, method == "int8", self._keeps_codes(), packs)
         experts = layer_matrices(model, experts_only=True)
         are_codes = all(form.codes_of(*each) for each in experts.items())
         if has_gpu and dtype is not torch.bfloat16 and not are_codes:
@@ -202,10 +201,14 @@ class Forecaster:
         """Whether what files hold as codes stays so: unless that is asked for or forbidden, where
         kernels take them.
         """
-        method, hardware = self._config.quantization, self._hardware
-        if method is not None or hardware.gpu_bytes:
+        method = self._config.quantization
+        if method is not None or self._hardware.gpu_bytes:
             return method in (None, "gguf")
-        return self._dtype in (torch.float32, hardware.auto_dtype)
+        return self._has_own_products()
+
+    def _has_own_products(self) -> bool:
+        """Whether a CPU multiplies by kernels of our own: in float32, and in what it prefers."""
+        return self._dtype in (torch.float32, self._hardware.auto_dtype)
 
     def forecast(self, context: int | None) -> Forecast:
         """The plan that reaches `context` tokens with the fewest settings (None: max_model_len, or

@@ -9,13 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoengine.kernels import cpu_linear
-
 
 @pytest.mark.breadth
-@pytest.mark.skipif(
-    not cpu_linear.is_supported(), reason="codes are rehearsed in bfloat16: needs AVX512-BF16"
-)
 def test_the_rehearsal_runs_to_its_end(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     script = Path(__file__).parents[2] / "benchmarks" / "gpu" / "gpu_check.py"

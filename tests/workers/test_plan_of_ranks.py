@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from marks import needs_compiler, needs_no_gpu, use_our_products
 from rank_threads import RankThreads
 from tiny_models import TINY
@@ -18,6 +19,8 @@ from tiny_models import TINY
 from nanoengine import LLM, ConfigError
 from nanoengine.cli.main import FAILED, main
 from nanoengine.config.engine import GIB, make_config
+from nanoengine.devices import cpu
+from nanoengine.kernels import cpu_linear
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.startup.forecast import Forecaster, Hardware
 from nanoengine.startup.plan import MemoryPlan
@@ -26,6 +29,7 @@ from nanoengine.workers import following_rank, leading_rank
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before")]
 Tiny = Callable[[str], Path]
 ON_CPU = ["--gpu-gib", "0", "--ram-gib", "1"]
+THEIRS = "bfloat16 of PyTorch"
 HEADS_OF_THREE = {"num_attention_heads": 6, "num_key_value_heads": 3}
 
 
@@ -47,9 +51,13 @@ def held(in_16_bits: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
 
 @pytest.fixture
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Products are our own, or a rank holds its head as its embeddings and needs less."""
+    """Products are our own, or PyTorch's, as on a CPU without AVX512-BF16."""
     if request.param == "bfloat16":
         use_our_products(monkeypatch)
+    if request.param == THEIRS:
+        monkeypatch.setattr(cpu_linear, "is_supported", lambda: False)
+        monkeypatch.setattr(cpu, "native_dtype", lambda: (torch.float32, ""))
+        return "bfloat16"
     return str(request.param)
 
 
@@ -72,7 +80,7 @@ def reported(plan: MemoryPlan) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", THEIRS], indirect=True)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3.5", "gemma4-shared", "qwen3-moe"])
 def test_each_rank_holds_what_was_forecast(
