@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -35,7 +36,7 @@ def coded_decode(folder: Path, scale: Scale, read_gb_per_s: float) -> Iterator[R
     batches = scale.resident_batches[:3]
     most = max(num * length for num, length in batches)
     for name, formats in models.items():
-        settings = {"num_gpu_blocks": 2 * most // 256 + 8}
+        settings: dict[str, Any] = {"num_gpu_blocks": 2 * most // 256 + 8}
         settings |= {"quantization": "gguf"} if formats else {}
         if scale.device == "cpu":  # not every CPU multiplies bfloat16
             settings["dtype"] = "float32"

@@ -42,7 +42,8 @@ def long_work_shown() -> Iterator[None]:
     """Meanwhile records about LONG_WORK are lines on stderr, each once, as warnings are; not if
     somebody else shows what the package logs.
     """
-    logger, told = logging.getLogger(PACKAGE), set[str]()
+    logger = logging.getLogger(PACKAGE)
+    told: dict[str, logging.LogRecord] = {}  # threads log, too: one step looks and adds
 
     def has_reader() -> bool:
         return any(each.name == PACKAGE for each in logger.handlers)
@@ -50,10 +51,9 @@ def long_work_shown() -> Iterator[None]:
     def is_shown(record: logging.LogRecord) -> bool:
         if has_reader() or logging.root.handlers:
             return False
-        text = record.getMessage()
-        is_news = hasattr(record, "is_long_work") and text not in told
-        told.add(text)
-        return is_news or record.levelno >= logging.WARNING
+        is_news = told.setdefault(record.getMessage(), record) is record
+        is_long_work = hasattr(record, "is_long_work")
+        return (is_news and is_long_work) or record.levelno >= logging.WARNING
 
     level, handler = logger.level, logging.StreamHandler()
     handler.addFilter(is_shown)

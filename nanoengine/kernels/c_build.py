@@ -16,6 +16,8 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
 
 import xxhash
 
@@ -43,6 +45,13 @@ _SEAL_BYTES = 16
 
 class KernelBuildError(EngineError):
     """The CPU kernels could not be compiled or loaded; the engine can run without them."""
+
+
+class Source(NamedTuple):
+    """A C file of this folder, and flags beside CFLAGS."""
+
+    path: Path
+    extra_cflags: tuple[str, ...] = ()
 
 
 def find_compiler() -> str:
@@ -73,6 +82,35 @@ def load_library(
                 problem = KernelBuildError(f"compiled kernels cannot be kept in {each}: {error}")
                 problem.__cause__ = error
     raise problem
+
+
+def build_together(*sources: Source) -> None:
+    """Compile at the same time what no cache folder has, if that is more than one library. What
+    goes wrong is left for load_library to meet again.
+    """
+    with suppress(KernelBuildError, OSError):
+        compiler, folders = find_compiler(), [*_own_folders()]
+        names = [_library_name(compiler, flags, path) for path, flags in sources]
+        missing = [
+            source
+            for source, name in zip(sources, names, strict=True)
+            if not any(_is_whole(folder / name) for folder in folders)
+        ]
+        if len(missing) < 2 or not folders:
+            return
+        # Who interrupts this thread does not wait for the others: they end with the process.
+        first, *others = ((folders[0], source) for source in missing)
+        threads = [Thread(target=_try, args=each, daemon=True) for each in others]
+        for thread in threads:
+            thread.start()
+        _try(*first)
+        for thread in threads:
+            thread.join()
+
+
+def _try(folder: Path, source: Source) -> None:
+    with suppress(KernelBuildError, OSError):
+        build_library(folder, source.extra_cflags, source.path)
 
 
 def _kernel_folders(wanted: Path | None, name: str) -> Generator[Path]:
@@ -108,7 +146,7 @@ def build_library(folder: Path, extra_cflags: tuple[str, ...] = (), source: Path
             os.utime(target)  # says when it was last used
     else:
         _remove_old(folder)
-        logger.info("compiling kernels, once: about half a minute ...", extra=LONG_WORK)
+        logger.info("compiling kernels, once: 10 to 30 seconds ...", extra=LONG_WORK)
         _compile([compiler, *CFLAGS, *extra_cflags], source, target)
     return target
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, load_library
+from nanoengine.kernels.c_build import KernelBuildError, Source, cpu_flags, load_library
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import Workspace
 from nanoengine.kernels.packed_product import PackedGateUp, PackedLinear
@@ -31,6 +31,16 @@ _ROUTE = struct.Struct("=6Q9q2d")
 def is_supported() -> bool:
     """Whether this CPU multiplies pairs of bfloat16 (AVX512-BF16); float32 runs on all."""
     return b"avx512_bf16" in cpu_flags().split()
+
+
+def products_source(dtype: torch.dtype, with_codes: bool) -> Source:
+    """What is compiled for `CpuLinear.load` of these."""
+    flags = (
+        f"-DMODE={_MODES[dtype]}",
+        f"-DWITH_CODES={int(with_codes)}",
+        f"-DWITH_NUMBERS={int(dtype is torch.float32)}",
+    )
+    return Source(SOURCE, flags)
 
 
 class CpuLinear:
@@ -86,12 +96,8 @@ class CpuLinear:
         """
         if dtype is torch.bfloat16 and not is_supported():
             raise KernelBuildError('this CPU has no AVX512-BF16: set dtype="float32"')
-        flags = (
-            f"-DMODE={_MODES[dtype]}",
-            f"-DWITH_CODES={int(with_codes)}",
-            f"-DWITH_NUMBERS={int(dtype is torch.float32)}",
-        )
-        library = load_library(SOURCE, folder, (*extra_cflags, *flags))
+        source = products_source(dtype, with_codes)
+        library = load_library(source.path, folder, (*extra_cflags, *source.extra_cflags))
         if dtype is torch.bfloat16 and not library.has_pairs():
             raise KernelBuildError("the C compiler knows no AVX512-BF16: install gcc 10 or newer")
         return cls(library, tape, dtype, with_codes, rounds_rows)

@@ -23,10 +23,10 @@ from nanoengine.devices.gpu import find_graphs
 from nanoengine.devices.select import make_device
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.errors import ConfigError, ModelNotFoundError
-from nanoengine.kernels.c_build import KernelBuildError
+from nanoengine.kernels.c_build import SOURCE, KernelBuildError, Source, build_together
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.kernels.cpu_linear import CpuLinear
+from nanoengine.kernels.cpu_linear import CpuLinear, is_supported, products_source
 from nanoengine.kernels.cpu_ops import CpuOps, PackedOps
 from nanoengine.kernels.cuda_graph import CudaGraphs, graph_size
 from nanoengine.kernels.packed_weight import INTEGER_FORMATS
@@ -135,7 +135,7 @@ def _why_numbers(config: EngineConfig, device: Device) -> str:
     if device.name != "cpu":
         takes_codes = choose_ops(config, device, None, dtype).takes_codes
         return "" if takes_codes else f"codes need Triton on {device.name}, which has none"
-    kernels, reason = find_kernels(device, None)
+    kernels, reason = find_kernels(device, None, dtype, with_codes=True)
     if kernels is not None:
         try:
             CpuLinear.load(kernels.tape, dtype=dtype, with_codes=True)
@@ -151,10 +151,12 @@ def load_compute_parts(
     dtype, dtype_reason = choose_dtype(config, device)
     if config.kv_offload_dtype == "bf12":
         _check_bf12(device)
-    kernels, no_kernels = find_kernels(device, sharding.tape if sharding else None)
-    _warn_of_slowness(no_kernels)
     method = config.quantization
-    ops = _code_ops(config, device, folder, kernels or no_kernels, dtype)
+    wants_codes = method != "none" and (method is not None or holds_codes(folder))
+    tape = sharding.tape if sharding else None
+    kernels, no_kernels = find_kernels(device, tape, dtype, wants_codes)
+    _warn_of_slowness(no_kernels)
+    ops = _code_ops(config, device, wants_codes, kernels or no_kernels, dtype)
     ops = ops or choose_ops(config, device, kernels, dtype)
     if method == "gguf" and config.load_format != "dummy" and not holds_codes(folder):
         raise no_codes(method)
@@ -224,10 +226,16 @@ def choose_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str
     return dtype, "as asked"
 
 
-def find_kernels(device: Device, tape: CallTape | None) -> tuple[CpuKernels | None, str]:
-    """The C kernels, or None and the reason if they cannot be used. tape: records their calls."""
+def find_kernels(
+    device: Device, tape: CallTape | None, dtype: torch.dtype, with_codes: bool
+) -> tuple[CpuKernels | None, str]:
+    """The C kernels, or None and the reason if they cannot be used. tape: records their calls.
+    dtype, with_codes: of the products that will be loaded, which are compiled at the same time.
+    """
     if device.name != "cpu":
         return None, ""
+    if dtype is torch.float32 or is_supported():
+        build_together(Source(SOURCE), products_source(dtype, with_codes))
     try:
         return CpuKernels.load(tape=tape), ""
     except KernelBuildError as error:
@@ -261,13 +269,14 @@ def choose_ops(
 def _code_ops(
     config: EngineConfig,
     device: Device,
-    folder: Path,
+    wants_codes: bool,
     kernels: CpuKernels | str,
     dtype: torch.dtype,
 ) -> LayerOps | None:
     """Operations that multiply with codes, where weights are; None where none can.
 
-    kernels: or the reason for having none. Raises ConfigError if `quantization` needs them.
+    wants_codes: weights are codes, or shall be. kernels: or the reason for having none. Raises
+    ConfigError if `quantization` needs them.
     """
     method = config.quantization
     if device.name != "cpu" and config.activation_dtype:
@@ -280,7 +289,7 @@ def _code_ops(
         raise ConfigError(
             f"quantization={method!r} needs Triton on {device.name}, which has none; leave it out"
         )
-    if method == "none" or (method is None and not holds_codes(folder)):
+    if not wants_codes:
         if config.activation_dtype:
             raise ConfigError(_asked_rows(config))
         return None

@@ -316,7 +316,9 @@ def test_a_gguf_is_planned_from_its_metadata_and_not_converted(
     path = GGUFModel(tiny("llama")).write(tmp_path / "model.gguf")
     row = plan(capsys, path, "--gpu-gib", "0", "--dtype", "bfloat16")
     assert [*fresh_cache.iterdir()] == []
-    monkeypatch.setattr(parts, "find_kernels", lambda *_: (None, ""))  # else compiled once more
+    monkeypatch.setattr(
+        parts, "find_kernels", lambda *_, **__: (None, "")
+    )  # else compiled once more
     with LLM(path, dtype="bfloat16", num_threads=1) as llm:
         assert row["memory"]["RAM"]["weights"] == llm.plan.weight_bytes
         assert row["longest"] == llm.plan.max_model_len

@@ -177,7 +177,7 @@ def test_what_a_step_takes_is_planned(
     small = {"hidden_size": 256, "intermediate_size": 1344, "num_hidden_layers": 2}
     read_published(tmp_path, PUBLISHED, **small, num_attention_heads=8, vocab_size=512)
     if not in_c:
-        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
+        monkeypatch.setattr(parts, "find_kernels", lambda *_: (None, "not here"))
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "dtype": dtype}
     estimated, measured = step_bytes(tmp_path, monkeypatch, load_format="dummy", **settings)
     assert measured <= estimated <= 1.8 * measured

@@ -176,7 +176,7 @@ def test_what_a_step_takes_is_planned(
     small = {"hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 4, "head_dim": 32}
     read(tmp_path, **small, num_attention_heads=8, num_key_value_heads=2, vocab_size=512)
     if not in_c:
-        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
+        monkeypatch.setattr(parts, "find_kernels", lambda *_: (None, "not here"))
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "dtype": dtype}
     estimated, measured = step_bytes(tmp_path, monkeypatch, load_format="dummy", **settings)
     assert measured <= estimated <= 1.8 * measured

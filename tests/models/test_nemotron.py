@@ -252,7 +252,7 @@ def test_what_a_step_takes_is_planned(
     """Beside what the largest step holds, by counting."""
     (tmp_path / "config.json").write_text(json.dumps(QUARTER))
     if not in_c:
-        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
+        monkeypatch.setattr(parts, "find_kernels", lambda *_: (None, "not here"))
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 256, "dtype": dtype}
 
     estimated, measured = step_bytes(tmp_path, monkeypatch, load_format="dummy", **settings)
@@ -260,7 +260,7 @@ def test_what_a_step_takes_is_planned(
 
 
 def test_experts_without_a_compiler(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
+    monkeypatch.setattr(parts, "find_kernels", lambda *_: (None, "not here"))
     assert_transformers(tiny(NAME), tiny(NAME))
 
 

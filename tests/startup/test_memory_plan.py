@@ -362,7 +362,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """That of an engine whose operators are C or PyTorch's."""
     dtype, computed_by = request.param.split()
     if computed_by == "PyTorch":
-        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
+        monkeypatch.setattr(parts, "find_kernels", lambda *_: (None, "not here"))
     return str(dtype)
 
 
@@ -428,7 +428,7 @@ def wide_head(
     layers = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | sizes | layers))
     if not request.param:
-        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
+        monkeypatch.setattr(parts, "find_kernels", lambda *_: (None, "not here"))
     return tmp_path
 
 
