@@ -76,7 +76,7 @@ def load_library(
     with closing(_kernel_folders(folder, name)) as folders:
         for each in folders:
             try:
-                path = build_library(each, extra_cflags, source)
+                path = build_library(each, extra_cflags, source, name)
                 return ctypes.CDLL(str(path))
             except OSError as error:  # full, read-only, or mounted noexec
                 problem = KernelBuildError(f"compiled kernels cannot be kept in {each}: {error}")
@@ -132,15 +132,21 @@ def _own_folders() -> Iterator[Path]:
             yield folder
 
 
-def build_library(folder: Path, extra_cflags: tuple[str, ...] = (), source: Path = SOURCE) -> Path:
+def build_library(
+    folder: Path,
+    extra_cflags: tuple[str, ...] = (),
+    source: Path = SOURCE,
+    name: str | None = None,
+) -> Path:
     """Compile `source` into `folder` unless that very build is already there; returns the .so.
 
+    name: of the library, where it is known; else it takes a hash of all sources.
     Two processes may build at once: each writes its own temporary file and renames it. A file torn
     by a crash is built again. Raises KernelBuildError when there is no compiler or it fails, and
     OSError when the folder cannot be used.
     """
     compiler = find_compiler()
-    target = folder / _library_name(compiler, extra_cflags, source)
+    target = folder / (name or _library_name(compiler, extra_cflags, source))
     if _is_whole(target):
         with suppress(OSError):  # a folder that only others may write
             os.utime(target)  # says when it was last used
