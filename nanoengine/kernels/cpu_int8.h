@@ -7,7 +7,7 @@
  * depend on no other row, and not on what the CPU multiplies bytes with.
  *
  * Instructions multiply bytes without a sign by bytes with one. So codes of a weight are held as
- * code + bias, and each integer begins at -bias * sum of the row's codes.
+ * code + bias, and each integer begins at -bias * sum of the row's codes. ARM's take a sign on both sides.
  */
 #ifndef NANOENGINE_CPU_INT8_H
 #define NANOENGINE_CPU_INT8_H
@@ -28,7 +28,12 @@ INLINE int has_signs(const int format) { return format == Q8_0 || format == INT8
 
 /* ---- sums of bytes ---------------------------------------------------------------------------- */
 
-enum { AT_ONCE = LANES == 16 ? 2 : 1 }; /* vectors of outputs, whose codes all lie in registers */
+#if defined(__ARM_FEATURE_DOTPROD) && LANES == 4
+#define HAVE_ARM_DOT 1
+#else
+#define HAVE_ARM_DOT 0
+#endif
+enum { AT_ONCE = LANES == 16 || HAVE_ARM_DOT ? 2 : 1 }; /* vectors of outputs, whose codes all lie in registers */
 typedef int16_t vs __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(LANES)));
 
@@ -47,12 +52,14 @@ typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef __m512i bytes_t;
 #elif LANES == 8
 typedef __m256i bytes_t;
+#elif HAVE_ARM_DOT
+typedef int8x16_t bytes_t;
 #endif
 
-/* What makes the codes of a weight positive. Pairs are added in 16 bits, where 255 * 127 * 2 has no room:
- * there a sign goes to the other side. */
+/* What makes the codes of a weight positive, where an instruction takes no sign there. Pairs are added in 16 bits,
+ * where 255 * 127 * 2 has no room: there a sign goes to the other side. */
 INLINE int bias_of(const int format) {
-#if defined(ADD_PAIRS)
+#if defined(ADD_PAIRS) || HAVE_ARM_DOT
     if (has_signs(format)) return 0;
 #endif
     return has_signs(format) ? 128 : code_of_zero(format);
@@ -79,6 +86,15 @@ INLINE vs add_pairs(vu codes, vi x, const int format) {
 }
 #endif
 
+#if HAVE_ARM_DOT
+/* sum + codes times word `lane` of 16 bytes of a row. */
+INLINE vi dot_word(vi sum, vu codes, bytes_t x, const int lane) {
+#define DOT_LANE(lane) (vi)vdotq_laneq_s32((int32x4_t)sum, (bytes_t)codes, x, lane)
+    return lane == 0 ? DOT_LANE(0) : lane == 1 ? DOT_LANE(1) : lane == 2 ? DOT_LANE(2) : DOT_LANE(3);
+#undef DOT_LANE
+}
+#endif
+
 /* sums[v] += `count` words of codes[v] times those of a row. */
 INLINE void dot_codes(vu codes[][8], int first, const int8_t *x, const int count, const int format, vi *sums) {
 #if defined(ADD_PAIRS)
@@ -92,6 +108,10 @@ INLINE void dot_codes(vu codes[][8], int first, const int8_t *x, const int count
             if ((i + 1) % most == 0 || i + 1 == count) sums[v] += (vi)ADD_WORDS((bytes_t)pairs[v]);
         }
     }
+#elif HAVE_ARM_DOT
+    UNROLL for (int i = 0; i < count; i++)
+        UNROLL for (int v = 0; v < AT_ONCE; v++)
+            sums[v] = dot_word(sums[v], codes[v][first + i], vld1q_s8(x + 16 * (i / 4)), i % 4);
 #else
     UNROLL for (int i = 0; i < count; i++) {
         const vi four = splat_i(*(const word_t *)(x + 4 * i));

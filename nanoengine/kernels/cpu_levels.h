@@ -71,6 +71,8 @@ INLINE vu level_bytes(vu x, const levels_t *of) {
 #elif LANES == 8 && defined(__AVX2__)
     const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)levels));
     return (vu)_mm256_shuffle_epi8(table, (__m256i)x);
+#elif LANES == 4 && defined(__aarch64__)
+    return (vu)vqtbl1q_s8(vld1q_s8(levels), (uint8x16_t)x);
 #else
     uint8_t bytes[4 * LANES];
     memcpy(bytes, &x, sizeof x);

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from marks import BUILDS, EMULATED, needs_compiler
+from marks import BUILDS, EMULATED, SMALLER, needs_compiler
 from paged_batches import Batch, context_of, make_batch, split, whole
 from torch import Tensor
 
@@ -25,9 +25,7 @@ FEW = [1, 5, 20, 1], [40, 150, 290, 0]  # what Triton's interpreter does in a se
 FULL_LAYERS = 2
 ISAS = {
     **BUILDS,
-    "avx512": ("-mno-avx512bf16",),
-    "avx2": ("-mno-avx512f",),
-    "generic": ("-march=x86-64",),
+    **SMALLER,
     **EMULATED,
 }
 Make = Callable[[AttentionConfig], AttentionBackend]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import BUILDS, EMULATED, needs_compiler
+from marks import BUILDS, EMULATED, SMALLER, needs_compiler
 from paged_batches import Batch, chunk_of, in_pieces, int32, make_batch
 from torch import Tensor
 
@@ -24,9 +24,7 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 # Other machines than this one; "no_tiles" where this one has matrix tiles.
 BUILT_AS = {
     **BUILDS,
-    "avx512": ("-mno-avx512bf16",),
-    "avx2": ("-mno-avx512f",),
-    "generic": ("-march=x86-64",),
+    **SMALLER,
     **EMULATED,
 }
 PIECES = (1, 2, 4, 5, 9, 16, 17, 33)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import BUILDS, EMULATED, needs_compiler
+from marks import BUILDS, EMULATED, needs_compiler, smaller
 from paged_batches import attend, relative_error, small_batch, split, whole
 
 from nanoengine.attention.cpu_attention import CpuAttention
@@ -50,7 +50,7 @@ def test_results_of_a_flash_kernel_are_merged_with_the_sink() -> None:
 @needs_compiler
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 3e-6), (torch.bfloat16, 8e-3)], ids=str)
-@pytest.mark.parametrize("isa", {**BUILDS, "generic": ("-march=x86-64",), **EMULATED}.items())
+@pytest.mark.parametrize("isa", {**BUILDS, **smaller("generic"), **EMULATED}.items())
 def test_the_c_kernel(
     build_folder: Path, isa: tuple[str, tuple[str, ...]], dtype: torch.dtype, limit: float
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, assert_greedy, assert_logits_are_transformers, host_gib
-from marks import BUILDS, needs_compiler
+from marks import BUILDS, needs_compiler, smaller
 from paged_batches import Batch, context_of, make_batch, relative_error, split, whole
 from torch import Tensor
 
@@ -39,7 +39,7 @@ Q_LENS = [1, 7, 70, 1, 3, 5, 1, 1]
 KV_LENS = [300, 300, 70, 65, 600, 5, 1, 0]
 # Smaller than a block, past a tile and past a segment by one, longer than the context.
 WINDOWS = [1, 5, 16, 65, 257, 1000]
-ISAS = {**BUILDS, "avx2": ("-mno-avx512f",), "generic": ("-march=x86-64",)}
+ISAS = {**BUILDS, **smaller("avx2", "generic")}
 
 
 def run(backend: AttentionBackend, batch: Batch, chunks: list[KVChunk], layer: int = 0) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,21 @@ HAS_TILES = b"amx_bf16" in cpu_flags().split()
 BUILDS: dict[str, tuple[str, ...]] = {"native": ()}
 if HAS_TILES:
     BUILDS["no_tiles"] = ("-U__AMX_TILE__",)
+# The same of smaller machines than this one.
+SMALLER: dict[str, tuple[str, ...]] = {}
+if platform.machine() == "x86_64":
+    SMALLER["avx512"] = ("-mno-avx512bf16",)
+    SMALLER["avx2"] = ("-mno-avx512f",)
+    SMALLER["generic"] = ("-march=x86-64",)
+elif platform.machine() == "aarch64":
+    SMALLER["generic"] = ("-march=armv8-a",)
+
+
+def smaller(*names: str) -> dict[str, tuple[str, ...]]:
+    """Those of SMALLER that there are."""
+    return {name: SMALLER[name] for name in names if name in SMALLER}
+
+
 # The same of larger machines than this one, the instructions that it lacks done in C.
 EMULATED: dict[str, tuple[str, ...]] = {}
 if not HAS_TILES and b"avx512bw" in cpu_flags().split():

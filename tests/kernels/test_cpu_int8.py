@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
 import torch
 from coded import random_rows, random_weight
-from marks import needs_compiler, use_tiles
+from marks import SMALLER, needs_compiler, use_tiles
 from torch import Tensor
 
 from nanoengine.kernels.call_tape import CallTape
@@ -24,12 +25,14 @@ F32, BF16 = torch.float32, torch.bfloat16
 # (outputs, inputs): whole panels, less than one, and an odd number of half panels.
 SHAPES = [(64, 256), (33, 512), (200, 768)]
 # What bytes are multiplied with: this CPU's best, pairs in 16 bits, and numbers one by one.
-BUILDS = {
-    "native": (),
-    "no dot product": ("-mno-avx512vnni", "-mno-avxvnni"),
-    "AVX2": ("-march=haswell",),
-    "plain": ("-march=x86-64",),
-}
+BUILDS: dict[str, tuple[str, ...]] = {"native": (), **SMALLER}
+if platform.machine() == "x86_64":
+    BUILDS = {
+        "native": (),
+        "no dot product": ("-mno-avx512vnni", "-mno-avxvnni"),
+        "AVX2": ("-march=haswell",),
+        "plain": SMALLER["generic"],
+    }
 
 
 def load(folder: Path, build: str = "native", dtype: torch.dtype = F32) -> CpuLinear:

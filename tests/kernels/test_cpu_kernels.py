@@ -14,7 +14,7 @@ import pytest
 import torch
 from draw_rules import RULES, runs_as_fast
 from live_server import until
-from marks import BUILDS, HAS_TILES, needs_compiler
+from marks import BUILDS, HAS_TILES, SMALLER, needs_compiler, smaller
 from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
 
@@ -33,12 +33,7 @@ from nanoengine.sampling_params import SamplingParams
 ROOT = Path(__file__).parents[2]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 DTYPES = list(TOLERANCE)
-VARIANTS = {
-    "native": (),
-    "avx512": ("-mno-avx512bf16",),
-    "avx2": ("-mno-avx512f",),
-    "generic": ("-march=x86-64",),
-}
+VARIANTS = {"native": (), **SMALLER}
 
 pytestmark = [
     pytest.mark.usefixtures("two_threads"),
@@ -127,7 +122,7 @@ def test_every_instruction_set(build_folder, variant, dtype):
 def test_variants_are_other_builds(build_folder):
     loaded = {
         name: CpuKernels.load(build_folder, flags).isa
-        for name, flags in {**BUILDS, "generic": VARIANTS["generic"]}.items()
+        for name, flags in {**BUILDS, **smaller("generic")}.items()
     }
     assert loaded["generic"] == "generic"
     if HAS_TILES:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from coded import random_rows, random_weight
-from marks import BUILDS, needs_compiler, use_our_products, use_tiles
+from marks import BUILDS, SMALLER, needs_compiler, use_our_products, use_tiles
 from torch import Tensor
 
 from nanoengine.config.model import ExpertsConfig
@@ -401,7 +401,7 @@ def test_another_cpu_is_told_so(monkeypatch, tmp_path):
 def test_a_compiler_that_does_not_know_the_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_linear, "cpu_flags", lambda: b"flags\t\t: fpu avx512_bf16")
     with pytest.raises(KernelBuildError, match="compiler knows no AVX512-BF16"):
-        CpuLinear.load(CallTape(), tmp_path, ("-march=x86-64",))
+        CpuLinear.load(CallTape(), tmp_path, SMALLER["generic"])
 
 
 @pytest.mark.parametrize("hidden, inner, count, top_k", [(96, 64, 6, 3), (61, 40, 9, 2)])
