@@ -140,7 +140,7 @@ def build_library(
 ) -> Path:
     """Compile `source` into `folder` unless that very build is already there; returns the .so.
 
-    name: of the library, where it is known; else it takes a hash of all sources.
+    name: of the library, as _library_name gives it; None: not known yet.
     Two processes may build at once: each writes its own temporary file and renames it. A file torn
     by a crash is built again. Raises KernelBuildError when there is no compiler or it fails, and
     OSError when the folder cannot be used.

@@ -152,7 +152,9 @@ def load_compute_parts(
     if config.kv_offload_dtype == "bf12":
         _check_bf12(device)
     method = config.quantization
-    wants_codes = method != "none" and (method is not None or holds_codes(folder))
+    wants_codes = method not in (None, "none")
+    if method is None and device.name == "cpu":  # a GPU's operations take both
+        wants_codes = holds_codes(folder)
     tape = sharding.tape if sharding else None
     kernels, no_kernels = find_kernels(device, tape, dtype, wants_codes)
     _warn_of_slowness(no_kernels)
