@@ -224,8 +224,41 @@ INLINE four_t four_weights(block_t b, int64_t g, const int h, int i, const int f
     return (four_t){four_codes(b, g, h, i, format), (vu){0}};
 }
 
-/* Code n of the four as a number. */
+#if LANES == 8
+/* Whether codes become numbers as bytes: all but floating ones, and those of 4 bits that stand for themselves, where a
+ * shift and a mask did as well (a Zen 3). And whether a byte is one of 16. */
+INLINE int is_of_bytes(const int format) {
+    switch (format) {
+    case Q4_0: case Q4_1: case Q4_K: case INT4: case FP8: case NF4: case BF16: case F16: return 0;
+    default: return 1;
+    }
+}
+INLINE int is_looked_up(const int format) { return format == MXFP4 || format == NVFP4 || has_levels(format); }
+
+/* 2^24 times byte n of a lane, whose sign is the lane's: so none is moved down, and no other byte is removed. */
+INLINE vf upper_byte(vu four, const int n) {
+    const __m256i to_top = _mm256_setr_epi8(-1, -1, -1, 0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12,
+                                            -1, -1, -1, 0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12);
+    vu top = four << 24;
+    if (n == 3) top = four & 0xff000000u;
+    else if (n) top = (vu)_mm256_shuffle_epi8((__m256i)four, _mm256_add_epi8(to_top, _mm256_set1_epi32(n << 24)));
+    return __builtin_convertvector((vi)top, vf);
+}
+#endif
+
+/* What the scale is multiplied by for what `code` gives. */
+INLINE float unit_of_code(const levels_t *levels, const int format) {
+#if LANES == 8
+    if (is_of_bytes(format)) return 0x1p-24f * (is_looked_up(format) ? levels->unit : 1.0f);
+#endif
+    return (void)levels, (void)format, 1.0f;
+}
+
+/* Code n of the four as a number, in units of unit_of_code. */
 INLINE vf code(vu four, int n, const levels_t *levels, const int format) {
+#if LANES == 8
+    if (is_of_bytes(format)) return upper_byte(is_looked_up(format) ? level_bytes(four, levels) : four, n);
+#endif
     if (format == Q8_0 || format == INT8) return signed_byte(four, n);
     if (format == FP8) return e4m3(four << (24 - 8 * n));
     const vu x = four >> (8 * n);
@@ -277,6 +310,13 @@ INLINE vf number(vu two, const int is_upper, const int format) {
     return from_float16(__builtin_convertvector(is_upper ? two >> 16 : two & 0xffff, vh));
 }
 
+/* As scales_of, but d is that of what `code` gives. */
+INLINE scales_t scales_of_codes(block_t b, int64_t g, const levels_t *levels, const int format) {
+    scales_t s = scales_of(b, g, format);
+    if (LANES == 8) s.d[0] *= unit_of_code(levels, format), s.d[1] *= unit_of_code(levels, format);
+    return s;
+}
+
 /* Weight n of the four as a number, or n and n + 1 as a pair of bfloat16. */
 INLINE vf weights(four_t four, int n, vf d, vf m, const levels_t *levels, const int format) {
     if (has_numbers(format)) return number(n < 2 ? four.x : four.y, n % 2, format);
@@ -303,7 +343,7 @@ INLINE void unpack_group(const char *panel, const levels_t *levels, int64_t grou
         four_t four[HALF_VECTORS];
         UNROLL for (int v = 0; v < HALF_VECTORS; v++) {
             b[v] = block_at(panel, group / per_block, column + c + v * LANES, format);
-            s[v] = scales_of(b[v], g, format);
+            s[v] = scales_of_codes(b[v], g, levels, format);
         }
         char *at = to.at + c / 16 * to.vector;
         UNROLL for (int h = 0; h < 2; h++)
@@ -348,74 +388,107 @@ static unpack_t *const UNPACKERS[FORMATS] = {EACH_FORMAT(UNPACKER)};
 
 enum { FEW_ROWS = LANES >= 8 ? 4 : 2 };
 
-/* acc[r][v] = x[r] . w[v] over whole groups of k, in the order of `multiply` in cpu_products.h: but weights
- * are numbers in registers only. Its arrays have the sizes that are the most, as GCC keeps none in
- * registers whose size is an argument. */
-INLINE void multiply_codes(const char *panel, const levels_t *levels, int64_t groups, int64_t column, const char *x,
-                           int64_t x_stride, float *acc, const int rows, const int vecs,
-                           const int format) {
-    const int64_t per_block = FORMAT[format].weights / GROUP;
-    const levels_t own = has_levels(format) ? *levels : (levels_t){{0}, {0}}; /* no store may change it */
-    vf s[FEW_ROWS][PANEL / LANES], w[PANEL / LANES];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < vecs; v++) s[r][v] = (vf){0};
-    const char *next = panel + CODES_AHEAD;
-    for (int64_t group = 0; group < groups; group++) {
-        const int64_t g = group % per_block;
-        block_t b[PANEL / LANES];
-        scales_t scales[PANEL / LANES];
-        four_t four[PANEL / LANES];
-        UNROLL for (int v = 0; v < vecs; v++) {
-            b[v] = block_at(panel, group / per_block, column + v * LANES, format);
-            scales[v] = scales_of(b[v], g, format);
-        }
-        UNROLL for (int h = 0; h < 2; h++)
-            for (int i = 0; i < 4; i++) {
-                if (column == 0) next = prefetch_part(next, group_bytes(format) / 8);
-                UNROLL for (int v = 0; v < vecs; v++) four[v] = four_weights(b[v], g, h, i, format);
-                UNROLL for (int n = 0; n < 4; n += MODE == F32 ? 1 : 2, x += 4) {
-                    UNROLL for (int v = 0; v < vecs; v++)
-                        w[v] = weights(four[v], n, scales[v].d[h], scales[v].m[h], &own, format);
-                    UNROLL for (int r = 0; r < rows; r++) {
-                        const vf a = (vf)splat_i(*(const word_t *)(x + r * x_stride));
-                        UNROLL for (int v = 0; v < vecs; v++)
-                            s[r][v] = MODE == F32 ? fused(a, w[v], s[r][v]) : dot_pairs(s[r][v], a, w[v]);
-                    }
-                }
-            }
-    }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < vecs; v++) store(acc + r * PANEL + v * LANES, s[r][v]);
+/* Outputs of a strip, of so many rows: their sums are enough to wait for one another, and lie in registers. */
+INLINE int strip_of(const int rows) { return LANES == 16 ? (rows == 1 ? 64 : 32) : rows == 4 ? 16 : 32; }
+
+/* Whether the strips of a group follow one another, as its bytes do in memory. With more rows and fewer bits memory
+ * has time (and with what a scale of Q4_K takes): there the groups of a strip do, whose sums stay in registers.
+ * Measured on a Zen 3 alone (one row of Q8_0 on two cores: 8 GB/s, and 16 so). */
+INLINE int goes_by_groups(const int rows, const int format) {
+    return LANES == 8 && ((rows == 1 && format != Q4_K) || bits_of(format) == 8 || has_numbers(format));
 }
 
-#define MULTIPLY_CODES(format, rows, columns)                                                       \
-    static void multiply_##format##_##rows##_##columns(const char *panel, const levels_t *levels,   \
-                                                       int64_t groups, int64_t column, const char *x, \
-                                                       int64_t x_stride, float *acc) {              \
-        multiply_codes(panel, levels, groups, column, x, x_stride, acc, rows, columns / LANES,      \
-                       format);                                                                     \
+/* Ask for the lines that begin in the next `bytes` bytes: over a run of calls, for each line once. */
+INLINE const char *prefetch_lines(const char *next, int64_t bytes) {
+    for (const char *line = next + (-(uintptr_t)next & 63); line < next + bytes; line += 64) __builtin_prefetch(line);
+    return next + bytes;
+}
+
+/* Sums of the most rows and vectors: GCC keeps no array in registers whose size is an argument. */
+typedef struct { vf of[FEW_ROWS][PANEL / LANES]; } strip_sums_t;
+
+/* s[r][v] += x[r] . w[v] over a group of k of the strip from `column` on, in the order of `multiply` in cpu_products.h:
+ * but weights are numbers in registers only. Returns what to ask for next, after 8 times `part` bytes from `next` on. */
+INLINE const char *add_group_of(const char *panel, const levels_t *levels, int64_t group, int64_t column, const char *x,
+                                int64_t x_stride, const char *next, int64_t part, strip_sums_t *s, const int rows,
+                                const int vecs, const int format) {
+    const int64_t per_block = FORMAT[format].weights / GROUP, g = group % per_block;
+    block_t b[PANEL / LANES];
+    scales_t scales[PANEL / LANES];
+    four_t four[PANEL / LANES];
+    vf w[PANEL / LANES];
+    UNROLL for (int v = 0; v < vecs; v++) {
+        b[v] = block_at(panel, group / per_block, column + v * LANES, format);
+        scales[v] = scales_of_codes(b[v], g, levels, format);
     }
-typedef void multiply_codes_t(const char *, const levels_t *, int64_t, int64_t, const char *, int64_t, float *);
-/* One row has its sums in a whole panel, so that they are enough to wait for one another. */
-#if LANES == 16
-#define MULTIPLIERS_OF(format)                                                                      \
-    MULTIPLY_CODES(format, 1, 64) MULTIPLY_CODES(format, 2, 32) MULTIPLY_CODES(format, 4, 32)
+    UNROLL for (int h = 0; h < 2; h++)
+        for (int i = 0; i < 4; i++) {
+            if (next) next = prefetch_lines(next, part);
+            UNROLL for (int v = 0; v < vecs; v++) four[v] = four_weights(b[v], g, h, i, format);
+            UNROLL for (int n = 0; n < 4; n += MODE == F32 ? 1 : 2, x += 4) {
+                UNROLL for (int v = 0; v < vecs; v++)
+                    w[v] = weights(four[v], n, scales[v].d[h], scales[v].m[h], levels, format);
+                UNROLL for (int r = 0; r < rows; r++) {
+                    const vf a = (vf)splat_i(*(const word_t *)(x + r * x_stride));
+                    UNROLL for (int v = 0; v < vecs; v++)
+                        s->of[r][v] = MODE == F32 ? fused(a, w[v], s->of[r][v]) : dot_pairs(s->of[r][v], a, w[v]);
+                }
+            }
+        }
+    return next;
+}
+
+/* acc[r][c] = x[r] . w[c] of `columns` outputs, a half panel or a whole one, over whole groups of k. */
+INLINE void multiply_codes(const char *panel, const levels_t *levels, int64_t groups, int64_t column, int64_t columns,
+                           const char *x, int64_t x_stride, float *acc, const int rows, const int format) {
+    enum { GROUP_BYTES = GROUP * (MODE == F32 ? 4 : 2) };
+    const int width = strip_of(rows), vecs = width / LANES;
+    const levels_t own = *levels; /* no store may change it */
+    const char *next = column == 0 ? panel + CODES_AHEAD : NULL;
+#define EACH_SUM_OF_STRIP UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++)
+#define AT_STRIP (acc + r * PANEL + c + v * LANES)
+    if (goes_by_groups(rows, format)) {
+        const int64_t part = group_bytes(format) / 8 * width / columns;
+        for (int64_t group = 0; group < groups; group++, x += GROUP_BYTES)
+            for (int64_t c = 0; c < columns; c += width) {
+                strip_sums_t s;
+                EACH_SUM_OF_STRIP s.of[r][v] = group ? load(AT_STRIP) : (vf){0};
+                next = add_group_of(panel, &own, group, column + c, x, x_stride, next, part, &s, rows, vecs, format);
+                EACH_SUM_OF_STRIP store(AT_STRIP, s.of[r][v]);
+            }
+        return;
+    }
+    for (int64_t c = 0; c < columns; c += width, next = NULL) {
+        strip_sums_t s;
+        EACH_SUM_OF_STRIP s.of[r][v] = (vf){0};
+        for (int64_t group = 0; group < groups; group++)
+            next = add_group_of(panel, &own, group, column + c, x + group * GROUP_BYTES, x_stride, next,
+                                group_bytes(format) / 8, &s, rows, vecs, format);
+        EACH_SUM_OF_STRIP store(AT_STRIP, s.of[r][v]);
+    }
+#undef EACH_SUM_OF_STRIP
+#undef AT_STRIP
+}
+
+#define MULTIPLY_CODES(format, rows)                                                                \
+    static void multiply_##format##_##rows(const char *panel, const levels_t *levels, int64_t groups, \
+                                           int64_t column, int64_t columns, const char *x,          \
+                                           int64_t x_stride, float *acc) {                          \
+        multiply_codes(panel, levels, groups, column, columns, x, x_stride, acc, rows, format);     \
+    }
+typedef void multiply_codes_t(const char *, const levels_t *, int64_t, int64_t, int64_t, const char *, int64_t,
+                              float *);
+#if LANES >= 8
+#define MULTIPLIERS_OF(format) MULTIPLY_CODES(format, 1) MULTIPLY_CODES(format, 2) MULTIPLY_CODES(format, 4)
 #define LISTED(format)                                                                              \
-    [format] = {{NULL, multiply_##format##_1_64}, {multiply_##format##_2_32}, {NULL},               \
-                {multiply_##format##_4_32}},
-#elif LANES == 8
-#define MULTIPLIERS_OF(format)                                                                      \
-    MULTIPLY_CODES(format, 1, 32) MULTIPLY_CODES(format, 2, 32) MULTIPLY_CODES(format, 4, 16)
-#define LISTED(format)                                                                              \
-    [format] = {{multiply_##format##_1_32}, {multiply_##format##_2_32}, {NULL},                     \
-                {multiply_##format##_4_16}},
+    [format] = {multiply_##format##_1, multiply_##format##_2, NULL, multiply_##format##_4},
 #else
-#define MULTIPLIERS_OF(format) MULTIPLY_CODES(format, 1, 32) MULTIPLY_CODES(format, 2, 32)
-#define LISTED(format) [format] = {{multiply_##format##_1_32}, {multiply_##format##_2_32}},
+#define MULTIPLIERS_OF(format) MULTIPLY_CODES(format, 1) MULTIPLY_CODES(format, 2)
+#define LISTED(format) [format] = {multiply_##format##_1, multiply_##format##_2},
 #endif
 EACH_FORMAT(MULTIPLIERS_OF)
-/* By format, rows - 1, and whether it is a whole panel. */
-static multiply_codes_t *const CODE_MULTIPLIERS[FORMATS][FEW_ROWS][2] = {EACH_FORMAT(LISTED)};
+/* By format, and rows - 1. */
+static multiply_codes_t *const CODE_MULTIPLIERS[FORMATS][FEW_ROWS] = {EACH_FORMAT(LISTED)};
 
 /* 2^(code - 127) as a bfloat16; 255 is no number. */
 INLINE uint16_t power_of(uint8_t code) { return code == 0 ? 0x40 : code == 255 ? 0x7fc0 : code << 7; }

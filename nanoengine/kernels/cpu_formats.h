@@ -51,12 +51,9 @@ INLINE int code_of_zero(const int format) {
     return format == Q3_K ? 4 : format == Q4_0 ? 8 : format == Q5_0 ? 16 : format == Q6_K ? 32 : 0;
 }
 
-/* Whether a code says a level, an integer of 8 bits; and what the scale counts these in. */
+/* Whether a code says a level, an integer of 8 bits. */
 INLINE int has_levels(const int format) {
     return format == IQ4_NL || is_as_iq4_xs(format) || format == IQ2 || format == IQ1;
-}
-INLINE float unit_of(int format) {
-    return format == IQ3_XXS ? 0.5f : format == IQ2 || format == IQ1 ? 0.125f : 1.0f;
 }
 
 INLINE int bits_of(const int format) {

@@ -41,25 +41,33 @@ INLINE vf nf4(vu x) {
     return one_of_16(x, levels);
 }
 
-/* What the codes of a format stand for, in multiples of the scale; and in multiples of its unit_of. */
+/* What the codes of a format stand for, in multiples of the scale; and in multiples of a unit of that. */
 typedef struct {
     float numbers[16];
     int8_t integers[16];
+    float unit;
 } levels_t;
 
 /* ggml-common.h has them. Those of IQ3, IQ2 and IQ1 are what a grid may have, first above 0, then below (of IQ1: -1, 0
- * and 1, and an eighth above or below); none has the fourth of IQ2 and IQ1. */
+ * and 1, and an eighth above or below); none has the fourth of IQ2 and IQ1. Those of MXFP4 and NVFP4 are numbers of
+ * 4 bits: see e2m1. */
 #define IQ4_LEVELS {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}
 #define IQ3_LEVELS {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15}
+#define E2M1_HALVES {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}
 static const levels_t LEVELS[FORMATS] = {
-    [IQ4_NL] = {IQ4_LEVELS, IQ4_LEVELS},
-    [IQ4_XS] = {IQ4_LEVELS, IQ4_LEVELS},
-    [IQ3_S] = {IQ3_LEVELS, IQ3_LEVELS},
+    [MXFP4] = {{0}, E2M1_HALVES, 0.5f},
+    [NVFP4] = {{0}, E2M1_HALVES, 0.5f},
+    [IQ4_NL] = {IQ4_LEVELS, IQ4_LEVELS, 1},
+    [IQ4_XS] = {IQ4_LEVELS, IQ4_LEVELS, 1},
+    [IQ3_S] = {IQ3_LEVELS, IQ3_LEVELS, 1},
     [IQ3_XXS] = {{1, 3, 5, 7, 9, 11, 13, 15.5f, -1, -3, -5, -7, -9, -11, -13, -15.5f},
-                 {2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31}},
-    [IQ2] = {{1, 3.125f, 5.375f, 7.5f, -1, -3.125f, -5.375f, -7.5f}, {8, 25, 43, 60, -8, -25, -43, -60}},
-    [IQ1] = {{-0.875f, 0.125f, 1.125f, 2.125f, -1.125f, -0.125f, 0.875f, 1.875f}, {-7, 1, 9, 17, -9, -1, 7, 15}},
+                 {2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31}, 0.5f},
+    [IQ2] = {{1, 3.125f, 5.375f, 7.5f, -1, -3.125f, -5.375f, -7.5f}, {8, 25, 43, 60, -8, -25, -43, -60}, 0.125f},
+    [IQ1] = {{-0.875f, 0.125f, 1.125f, 2.125f, -1.125f, -0.125f, 0.875f, 1.875f}, {-7, 1, 9, 17, -9, -1, 7, 15}, 0.125f},
 };
+
+/* What the scale of a format counts integers in. */
+INLINE float unit_of(int format) { return has_levels(format) ? LEVELS[format].unit : 1.0f; }
 
 /* A byte each, of codes in the lowest bits of bytes. */
 INLINE vu level_bytes(vu x, const levels_t *of) {

@@ -50,8 +50,9 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
     }
     for (int64_t u = begin; u < end && !c->w->is_tiled;) {
         const int64_t row = u / halves * block_rows, half = u % halves;
-        const int is_whole = LANES == 16 && half % 2 == 0 && half + 1 < halves && u + 1 < end;
         const int64_t rows = min64(block_rows, c->rows - row);
+        const int is_wide = LANES == 16 || (LANES == 8 && go_by_codes(rows, c->w->format));
+        const int is_whole = is_wide && half % 2 == 0 && half + 1 < halves && u + 1 < end;
         const int columns = is_whole ? PANEL : HALF;
         if (sums_codes(c->w) && row != summed_row) sum_all_groups(c, summed_row = row, rows, &scratch);
         /* one row of half a panel has no function of its own */

@@ -220,13 +220,17 @@ static void multiply_few(const call_t *c, int64_t row, int64_t rows, int64_t col
     const char *panel = panel_of(w, column);
     for (int64_t end = row + rows, n; row < end; row += n) {
         n = end - row >= 4 ? FEW_ROWS : end - row >= 2 ? 2 : 1;
-        const int width = n == 1 && LANES == 16 ? PANEL : n == 4 && LANES == 8 ? TURN : HALF;
-        multiply_codes_t *const run = CODE_MULTIPLIERS[layout_of((int)w->format)][n - 1][width / PANEL];
-        const char *x = c->x + row * c->x_stride;
-        for (int at = 0; at < columns; at += width)
-            run(panel, &LEVELS[w->format], w->k / GROUP, column % PANEL + at, x, c->x_stride, acc + at);
+        CODE_MULTIPLIERS[layout_of((int)w->format)][n - 1](panel, &LEVELS[w->format], w->k / GROUP, column % PANEL,
+                                                           columns, c->x + row * c->x_stride, c->x_stride, acc);
         finish_rows(c, row, (int)n, column, columns, acc, PANEL);
     }
+}
+
+/* Rows of the next of `blocks` register blocks that `rows` rows go by in: an even share. But of 16 registers four
+ * rows fill so few with sums that these wait for one another, as long as those of six would take. */
+INLINE int64_t rows_of_next(int64_t rows, int64_t blocks) {
+    if (LANES == 8 && blocks > 1 && rows == 7) return 2;
+    return LANES == 8 && blocks > 1 && rows / blocks == 4 ? 3 : rows / blocks;
 }
 
 /* The rows [row, row + rows) of the outputs [column, column + columns), which are half a panel or one.
@@ -254,7 +258,7 @@ static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t c
                    (unpacked_t){scratch->numbers, stride, 4 * TURN, GROUP_WORDS * stride});
         }
         for (int64_t g = 0, r = 0; g < groups; g++) {
-            const int64_t n = (rows - r) / (groups - g);
+            const int64_t n = rows_of_next(rows - r, groups - g);
             if (w->format == DENSE) {
                 if (g == 1 && !is_warm) ahead = every_line(next, STRIP_BYTES, groups - 1);
                 if (g > 0 && ahead.from >= next + bytes) ahead.lines = 0;
