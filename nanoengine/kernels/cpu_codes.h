@@ -233,7 +233,8 @@ INLINE int is_of_bytes(const int format) {
     default: return 1;
     }
 }
-INLINE int is_looked_up(const int format) { return format == MXFP4 || format == NVFP4 || has_levels(format); }
+INLINE int is_e2m1(const int format) { return format == MXFP4 || format == NVFP4; }
+INLINE int is_looked_up(const int format) { return is_e2m1(format) || has_levels(format); }
 
 /* 2^24 times byte n of a lane, whose sign is the lane's: so none is moved down, and no other byte is removed. */
 INLINE vf upper_byte(vu four, const int n) {
@@ -246,18 +247,20 @@ INLINE vf upper_byte(vu four, const int n) {
 }
 #endif
 
-/* What the scale is multiplied by for what `code` gives. */
+/* What the scale is multiplied by for what `code` gives; not where it may be as small as a float32 can be. */
 INLINE float unit_of_code(const levels_t *levels, const int format) {
 #if LANES == 8
-    if (is_of_bytes(format)) return 0x1p-24f * (is_looked_up(format) ? levels->unit : 1.0f);
+    if (is_of_bytes(format) && !is_e2m1(format)) return 0x1p-24f * (is_looked_up(format) ? levels->unit : 1.0f);
 #endif
     return (void)levels, (void)format, 1.0f;
 }
 
-/* Code n of the four as a number, in units of unit_of_code. */
+/* Code n of the four as a number, which its scale times unit_of_code makes a weight. */
 INLINE vf code(vu four, int n, const levels_t *levels, const int format) {
 #if LANES == 8
-    if (is_of_bytes(format)) return upper_byte(is_looked_up(format) ? level_bytes(four, levels) : four, n);
+    const vu bytes = is_looked_up(format) ? level_bytes(four, levels) : four;
+    if (is_e2m1(format)) return upper_byte(bytes, n) * (0x1p-24f * levels->unit);
+    if (is_of_bytes(format)) return upper_byte(bytes, n);
 #endif
     if (format == Q8_0 || format == INT8) return signed_byte(four, n);
     if (format == FP8) return e4m3(four << (24 - 8 * n));
@@ -407,8 +410,9 @@ INLINE const char *prefetch_lines(const char *next, int64_t bytes) {
 /* Sums of the most rows and vectors: GCC keeps no array in registers whose size is an argument. */
 typedef struct { vf of[FEW_ROWS][PANEL / LANES]; } strip_sums_t;
 
-/* s[r][v] += x[r] . w[v] over a group of k of the strip from `column` on, in the order of `multiply` in cpu_products.h:
- * but weights are numbers in registers only. Returns what to ask for next, after 8 times `part` bytes from `next` on. */
+/* s[r][v] += x[r] . w[v] over a group of k of the strip from `column` on, in the order of `multiply` in
+ * cpu_products.h: but weights are numbers in registers only. Asks for `part` bytes from `next` on, eight times, and
+ * returns what comes after them; or NULL. */
 INLINE const char *add_group_of(const char *panel, const levels_t *levels, int64_t group, int64_t column, const char *x,
                                 int64_t x_stride, const char *next, int64_t part, strip_sums_t *s, const int rows,
                                 const int vecs, const int format) {

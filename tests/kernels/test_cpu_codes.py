@@ -78,6 +78,16 @@ def test_every_number_of_fp8(packer):
         torch.testing.assert_close(made, want, rtol=0, atol=0, equal_nan=True)
 
 
+def test_scales_of_mxfp4_at_both_ends(packer):
+    """Down to where its smallest number is the smallest normal one, up to one that is no number."""
+    rows = random_rows("MXFP4", 4, 32)
+    rows.rows[:, 0] = torch.tensor([2, 26, 250, 255])
+    weight = CodedWeight((rows,), packer.dtype)
+    made = packer.pack(weight).gather_rows(torch.arange(4))
+    assert torch.equal(made[:3], weight.numbers()[:3]) and made[0].any()
+    assert made[3].isnan().all()
+
+
 def sums_codes(packer: CpuLinear, name: str) -> bool:
     """Whether products are sums of codes, not of weights that were rounded to bfloat16."""
     [weight] = packer.pack(random_weight(name, 64, 256, packer.dtype)).weights
