@@ -20,7 +20,7 @@ from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.packed_product import PackedHead
 from nanoengine.kernels.packed_weight import ADD, WeightArena
-from nanoengine.models.stored_codes import FORMATS, CodedWeight, Weight, joined
+from nanoengine.models.stored_codes import FORMATS, CodedRows, CodedWeight, Weight, joined
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 
@@ -78,11 +78,17 @@ def test_every_number_of_fp8(packer):
         torch.testing.assert_close(made, want, rtol=0, atol=0, equal_nan=True)
 
 
-def test_scales_of_mxfp4_at_both_ends(packer):
-    """Down to where its smallest number is the smallest normal one, up to one that is no number."""
+def rows_at_both_ends() -> CodedRows:
+    """Of MXFP4: down to where its smallest number is the smallest normal one, up to one that is no
+    number, the last row.
+    """
     rows = random_rows("MXFP4", 4, 32)
     rows.rows[:, 0] = torch.tensor([2, 26, 250, 255])
-    weight = CodedWeight((rows,), packer.dtype)
+    return rows
+
+
+def test_scales_of_mxfp4_at_both_ends(packer):
+    weight = CodedWeight((rows_at_both_ends(),), packer.dtype)
     made = packer.pack(weight).gather_rows(torch.arange(4))
     assert torch.equal(made[:3], weight.numbers()[:3]) and made[0].any()
     assert made[3].isnan().all()
@@ -258,6 +264,8 @@ def test_a_smaller_vector_has_the_same_bits(build_folder):
         for rows in (1, 2, 7):
             x = torch.randn(rows, 512)
             assert same_bits(*(packer.pack(weight)(x) for packer in both))
+    ends = CodedWeight((rows_at_both_ends(),), F32)
+    assert same_bits(*(packer.pack(ends).gather_rows(torch.arange(3)) for packer in both))
 
 
 def test_codes_take_the_bytes_of_the_file(packer):
