@@ -226,9 +226,9 @@ static void multiply_few(const call_t *c, int64_t row, int64_t rows, int64_t col
     }
 }
 
-/* Rows of the next of `blocks` register blocks that `rows` rows go by in: an even share. But of 16 registers four
- * rows fill so few with sums that these wait for one another, as long as those of six would take: eight are three and
- * five, and seven, whose share is three, would leave four. */
+/* Rows of the next of `blocks` register blocks that `rows` rows go by in: an even share. But with 16 registers four
+ * rows take as long as six, for GCC has each row read the weights anew: eight are three and five, and seven, whose
+ * share is three, would leave four. */
 INLINE int64_t rows_of_next(int64_t rows, int64_t blocks) {
     if (LANES == 8 && blocks > 1 && rows == 7) return 2;
     return LANES == 8 && blocks > 1 && rows / blocks == 4 ? 3 : rows / blocks;
