@@ -24,6 +24,9 @@
 
 int has_pairs(void) { return HAVE_PAIRS; }
 
+/* For packed_weight.py, which finds room for the rows. */
+int64_t stride_of_made(const weight_t *w) { return made_stride(w); }
+
 /* ---- units of work ----------------------------------------------------------------------------- */
 
 /* Units [begin, end): half panels, all of them for one row block after the other. */
@@ -51,15 +54,18 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
     for (int64_t u = begin; u < end && !c->w->is_tiled;) {
         const int64_t row = u / halves * block_rows, half = u % halves;
         const int64_t rows = min64(block_rows, c->rows - row);
-        const int is_wide = LANES == 16 || (LANES == 8 && go_by_codes(rows, c->w->format));
+        const int by_codes = go_by_codes(rows, c->w->format);
+        const int is_sliced = LANES == 8 && rows >= SLICED_ROWS && !by_codes && c->w->format != DENSE;
+        const int is_wide = LANES == 16 || is_sliced || (LANES == 8 && by_codes);
         const int is_whole = is_wide && half % 2 == 0 && half + 1 < halves && u + 1 < end;
         const int columns = is_whole ? PANEL : HALF;
         if (sums_codes(c->w) && row != summed_row) sum_all_groups(c, summed_row = row, rows, &scratch);
         /* one row of half a panel has no function of its own */
-        const int is_few = go_by_codes(rows, c->w->format) && (is_whole || rows % 2 == 0 || LANES < 16);
+        const int is_few = by_codes && (is_whole || rows % 2 == 0 || LANES < 16);
         const int has_next = is_whole && half + 3 < halves && u + 3 < end;
         if (sums_codes(c->w)) multiply_code_sums(c, row, rows, half * HALF, columns, is_warm, has_next, &scratch);
         else if (c->w->format == BF12 && is_whole) multiply_12_bits(c, row, rows, half * HALF, has_next, &scratch);
+        else if (is_sliced) multiply_sliced(c, row, rows, half * HALF, columns, &scratch);
         else if (is_few) multiply_few(c, row, rows, half * HALF, columns, scratch.acc);
         else multiply_block(c, row, rows, half * HALF, columns, u > begin && rows > ROWS, &scratch);
         u += is_whole ? 2 : 1, is_warm = has_next;
@@ -98,9 +104,13 @@ static void norm_row(const weight_t *w, const char *x, char *out) {
     if (w->is_norm_bf16) norm(x, w->norm_weight, out, w->k, (float)w->eps, MODE, BF16_WIDE);
     else norm(x, w->norm_weight, out, w->k, (float)w->eps, MODE, F32);
 }
-static void norm_rows(const call_t *c, int is_private, char *out) {
-#define NORM(r) norm_row(c->w, c->x + (r) * c->x_stride, out + (r) * ITEM * c->w->k)
+static void norm_rows(const call_t *c, int is_private, char *out, int64_t stride) {
+#define NORM(r) norm_row(c->w, c->x + (r) * c->x_stride, out + (r) * stride)
     EACH_ROW(is_private, c->rows, NORM)
+}
+static void copy_rows(const call_t *c, int is_private, char *out, int64_t stride) {
+#define COPY(r) memcpy(out + (r) * stride, c->x + (r) * c->x_stride, (size_t)(ITEM * c->w->k))
+    EACH_ROW(is_private, c->rows, COPY)
 }
 
 /* Normed, where that is asked for, and rounded. out: [block of rows][group][row]. */
@@ -143,7 +153,7 @@ INLINE char *arranged_rows_of(const call_t *call) {
 }
 
 /* A call as `multiply_units` takes it: its rows normed, rounded or arranged where its weight wants that, in
- * `buffer` (PRIVATE_BYTES of the thread's own) or in call->made. */
+ * `buffer` (BUFFER_BYTES of the thread's own) or in call->made. */
 static call_t prepare_call(const call_t *call, int64_t block_rows, char *buffer) {
     const weight_t *w = call->w;
     const int64_t rows = call->rows;
@@ -151,12 +161,14 @@ static call_t prepare_call(const call_t *call, int64_t block_rows, char *buffer)
     if (rows == 1) c.x_stride = w->k * ITEM; /* never 0 */
     if (w->activation) c.epilogue = FLOAT + w->activation;
     const int is_arranged = w->is_tiled && rows > (looks_up(w) ? 1 : TILED_ROWS);
-    if (w->norm_weight || w->is_rounded) {
-        const int64_t stride = w->k * ITEM; /* rounded rows take 3/4 or 3/8 of it */
-        const int is_private = rows * stride <= PRIVATE_BYTES && !is_arranged;
+    const int64_t width = w->k * ITEM, stride = made_stride(w); /* rounded rows take 3/4 or 3/8 of it */
+    const int is_copied = stride > width && c.x_stride % CROWDED == 0 && rows > ROWS;
+    if (w->norm_weight || w->is_rounded || is_copied) {
+        const int is_private = rows * width <= PRIVATE_BYTES && !is_arranged;
         char *made = is_private ? buffer : call->made;
         if (w->is_rounded) round_rows(call, block_rows, is_private, (rounded_t *)made);
-        else norm_rows(call, is_private, made);
+        else if (w->norm_weight) norm_rows(call, is_private, made, stride);
+        else copy_rows(call, is_private, made, stride);
         c.x = made, c.x_stride = stride;
     }
     if (is_arranged) {
@@ -208,7 +220,7 @@ static void linear_in_team(const call_t *call, int64_t threads) {
         multiply_row_blocks(call, halves, block_rows);
         return;
     }
-    char buffer[PRIVATE_BYTES] __attribute__((aligned(64)));
+    char buffer[BUFFER_BYTES] __attribute__((aligned(64)));
     const call_t c = prepare_call(call, block_rows, buffer);
     if (blocks == 1) {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
@@ -256,7 +268,7 @@ int linear_in_panels(const call_t *call, const int64_t *panels, int64_t count) {
         if (panels[i] < 0 || panels[i] >= ceil_div(halves, 2)) return -1;
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
-        char buffer[PRIVATE_BYTES] __attribute__((aligned(64)));
+        char buffer[BUFFER_BYTES] __attribute__((aligned(64)));
         const call_t c = prepare_call(call, block_rows, buffer);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < blocks * count; i++) {

@@ -23,9 +23,13 @@ enum { BLOCK_BYTES = 512 << 10 }; /* activations of a row block: with a panel's 
 enum { BLOCK_ROWS = 64 * 6 };
 enum { STRIP = 4, STRIP_BYTES = STRIP * PANEL * 4 };
 enum { PRIVATE_BYTES = 64 << 10 }; /* normed or rounded rows that every thread makes for itself */
+/* A chunk of k of rows that lie a multiple of CROWDED apart fills few sets of L1 and L2. With 16 registers, where
+ * chunks are short, made rows lie ROOM further apart: 3 to 8 % of a product of 8 rows and more on a Zen 3. */
+enum { CROWDED = 2048, ROOM = 512, BUFFER_BYTES = PRIVATE_BYTES + PRIVATE_BYTES / CROWDED * ROOM };
 enum { ROUNDED_ROWS = 128 };       /* most of a block: their sums are in L1, or near it */
-/* Groups of codes that are numbers at one time: of many rows as CHUNK, of few in L1. */
-enum { MANY_GROUPS = LANES == 16 ? 16 : 4, FEW_GROUPS = 1 };
+/* Groups of codes that are numbers at one time: of many rows as CHUNK, of few in L1; of those of SLICED_ROWS on, where
+ * registers are 16, as slices of TURN outputs each: see multiply_sliced. */
+enum { MANY_GROUPS = LANES == 16 ? 16 : 4, FEW_GROUPS = 1, SLICED_GROUPS = 8, SLICED_ROWS = 15 };
 /* In matrix tiles: 18 steps of half a panel are 36 KiB, which stay in L1 while rows pass it by; as many of
  * 256 rows are 288 KiB, which stay in L2 with the sums of 8 half panels. Where these steps are all of k no sums
  * stay, and rows are twice as many. */
@@ -52,7 +56,8 @@ typedef struct { /* one call, filled by packed_weight.py; strides in bytes */
     const weight_t *w;
     const char *x;
     char *out;
-    char *made; /* [rows][k]: normed or rounded rows, where they are more than PRIVATE_BYTES; then arranged ones */
+    /* normed, rounded or copied rows, made_stride apart, where they are more than PRIVATE_BYTES; then arranged ones */
+    char *made;
     int64_t x_stride, out_stride, rows, epilogue, threads;
 } call_t;
 
@@ -62,6 +67,12 @@ enum { ITEM = MODE == F32 ? 4 : 2, GROUP_WORDS = GROUP * ITEM / 4 }; /* bytes of
 /* Of 12 bits, whose blocks are 16 of k: words of k of a block as numbers, and the blocks that are 128 KiB. */
 enum { BLOCK12_WORDS = BLOCK_K * ITEM / 4, CHUNK_BLOCKS = (128 << 10) / (4 * PANEL * BLOCK12_WORDS) };
 INLINE int64_t words_of(const weight_t *w) { return ceil_div(w->k * ITEM, 4); }
+
+/* From one row to the next of those that are normed or copied. */
+INLINE int64_t made_stride(const weight_t *w) {
+    const int64_t width = w->k * ITEM;
+    return LANES == 8 && !w->is_rounded && width % CROWDED == 0 ? width + ROOM : width;
+}
 
 /* Whether a product shapes tiles, which are released when all is done. */
 INLINE int uses_tiles(const weight_t *w) { return w->is_tiled || w->has_byte_tiles; }

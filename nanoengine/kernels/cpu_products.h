@@ -62,6 +62,18 @@ typedef void multiply_t(const char *, int64_t, const char *, int64_t, int64_t, i
 #define BOTH(rows) {multiply_##rows##_1, multiply_##rows##_2},
 static multiply_t *const MULTIPLIERS[ROWS][2] = {EACH_ROWS(BOTH)};
 
+#define MULTIPLY_SLICE(rows)                                                                        \
+    static void multiply_slice_##rows(const char *w, const char *x, int64_t x_stride, int64_t words, \
+                                      int is_first, float *acc) {                                   \
+        multiply(w, 4 * TURN, x, x_stride, words, 0, is_first, (ahead_t){0}, acc, rows, TURN / LANES); \
+    }
+#define SLICE(rows) multiply_slice_##rows,
+#if LANES == 8
+EACH_ROWS(MULTIPLY_SLICE)
+static void (*const SLICE_MULTIPLIERS[ROWS])(const char *, const char *, int64_t, int64_t, int, float *) = {
+    EACH_ROWS(SLICE)};
+#endif
+
 /* ---- epilogues -------------------------------------------------------------------------------- */
 
 INLINE vf with_bias(const float *acc, const float *bias) {
@@ -129,7 +141,7 @@ INLINE ahead_t every_line(const char *p, int64_t bytes, int64_t passes) {
 
 /* Where a thread's codes become numbers, and its sums are. */
 typedef struct {
-    char numbers[MANY_GROUPS * GROUP * PANEL * 4];
+    char numbers[(LANES == 8 ? SLICED_GROUPS : MANY_GROUPS) * GROUP * PANEL * 4];
     float acc[SUMS];
 } __attribute__((aligned(64))) scratch_t;
 
@@ -274,6 +286,36 @@ static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t c
         }
         is_warm = groups > 1;
     }
+}
+
+/* As multiply_block, of many rows and a weight that is no DENSE one. Numbers of a chunk are made as slices of TURN
+ * outputs, and all rows pass by a slice, which is 16 KiB in L1, before the next one: so a chunk may be long. */
+static void multiply_sliced(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
+                            scratch_t *scratch) {
+#if LANES == 8
+    const weight_t *w = c->w;
+    const int64_t all = words_of(w), blocks = ceil_div(rows, ROWS);
+    for (int64_t at = 0, words; at < all; at += words) {
+        words = min64(SLICED_GROUPS * GROUP_WORDS, all - at);
+        const int64_t slice = 4 * TURN * words;
+        unpack(w, column, columns, at / GROUP_WORDS, (at + words) / GROUP_WORDS,
+               (unpacked_t){scratch->numbers, 4 * TURN, slice, 4 * TURN * GROUP_WORDS});
+        for (int first = 0; first < columns; first += TURN) {
+            const int is_last = at + words == all && first + TURN == columns;
+            const char *numbers = scratch->numbers + first / TURN * slice;
+            for (int64_t b = 0, r = 0, n; b < blocks; b++, r += n) {
+                n = (rows - r) / (blocks - b);
+                const char *x = c->x + (row + r) * c->x_stride + 4 * at;
+                float *acc = scratch->acc + r * PANEL;
+                if (is_last) prefetch_out(c, row + r, n, column, columns);
+                SLICE_MULTIPLIERS[n - 1](numbers, x, c->x_stride, words, at == 0, acc + first);
+                if (is_last) finish_rows(c, row + r, (int)n, column, columns, acc, PANEL);
+            }
+        }
+    }
+#else
+    (void)c, (void)row, (void)rows, (void)column, (void)columns, (void)scratch;
+#endif
 }
 
 #if HAVE_BF12

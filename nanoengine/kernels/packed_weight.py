@@ -140,6 +140,7 @@ class PackedWeight:
         )
         self._record = ctypes.create_string_buffer(record)
         self.address = ctypes.addressof(self._record)
+        self._made_stride = library.stride_of_made(self.address)
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +169,8 @@ class PackedWeight:
             )
         num_made, made = self._num_made(tokens), None
         if num_made:
-            made = self._workspace.buffer("rows", (num_made, width), self.dtype)
+            shape = num_made, self._made_stride // self.dtype.itemsize
+            made = self._workspace.buffer("rows", shape, self.dtype)
         packed = CALL.pack(
             self.address,
             x.data_ptr(),
@@ -183,11 +185,14 @@ class PackedWeight:
         return packed, made
 
     def _num_made(self, tokens: int) -> int:
-        """Rows that C makes of so many, normed or arranged; 0 if threads have room for them."""
+        """Most rows that C makes of so many: normed, rounded, copied or arranged; 0 if threads have
+        room for them.
+        """
         if 0 < self._most_as_they_are < tokens:
             return -(-tokens // _TILED_ROWS) * _TILED_ROWS + tokens * self._has_norm
-        is_large = tokens * self.inputs * self.dtype.itemsize > _PRIVATE_BYTES
-        return tokens if is_large and (self._has_norm or self.form.is_rounded) else 0
+        width = self.inputs * self.dtype.itemsize
+        is_made = self._has_norm or self.form.is_rounded or self._made_stride > width
+        return tokens if is_made and tokens * width > _PRIVATE_BYTES else 0
 
 
 class WeightPacker:
@@ -210,6 +215,7 @@ class WeightPacker:
         library.pack.argtypes = [pointer, pointer, integer, integer, integer]
         library.pack.restype = None
         library.is_left_format.argtypes = [integer]
+        library.stride_of_made.argtypes, library.stride_of_made.restype = [pointer], integer
         library.narrow_numbers.argtypes = [pointer, pointer, integer, integer]
         self.holds_12_bits = bool(library.has_bf12())
         if self.holds_12_bits:

@@ -205,13 +205,13 @@ def test_no_thread_moves_a_bit(packer):
             assert same_bits(coded(x[:rows]), want[:rows])
 
 
-@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("rows", [1, 9, 40])
 def test_what_is_fused_is_that_of_numbers(packer, rows):
     """Norm, silu of the gate, residual sum and bias. Where others are summed, Q8_0 has the bits."""
-    dtype, norm = packer.dtype, (normal(packer, 256, seed=1), 1e-5)
+    dtype, norm = packer.dtype, (normal(packer, 512, seed=1), 1e-5)
     name = "Q8_0" if sums_codes(packer, "Q5_0") else "Q5_0"
-    gate, up = (random_weight(name, 80, 256, dtype, seed) for seed in (0, 1))
-    x, residual = normal(packer, rows, 256, seed=2), normal(packer, rows, 80, seed=3)
+    gate, up = (random_weight(name, 80, 512, dtype, seed) for seed in (0, 1))
+    x, residual = normal(packer, rows, 512, seed=2), normal(packer, rows, 80, seed=3)
     coded = packer.pack_gate_up(gate, up, norm=norm)
     dense = packer.pack_gate_up(gate.numbers(), up.numbers(), norm=norm)
     assert same_bits(coded(x), dense(x))
@@ -261,7 +261,7 @@ def test_a_smaller_vector_has_the_same_bits(build_folder):
     ]
     for name in FORMATS:
         weight = random_weight(name, 100, 512, F32)
-        for rows in (1, 2, 7):
+        for rows in (1, 2, 7, 40):
             x = torch.randn(rows, 512)
             assert same_bits(*(packer.pack(weight)(x) for packer in both))
     ends = CodedWeight((rows_at_both_ends(),), F32)
