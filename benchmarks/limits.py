@@ -6,6 +6,7 @@ of prompts and outputs, not how an engine split them into steps.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,8 +18,10 @@ import torch
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.devices.cpu import CpuDevice
+from nanoengine.kernels.c_build import KernelBuildError, load_library
 from nanoengine.models.weight_shapes import weight_shapes
 
+_FUSED_STEPS = Path(__file__).with_name("fused_steps.c")
 WEIGHT_BYTES = 2.0  # of a parameter as a number: float32 ones that bf16 holds are kept so
 
 
@@ -188,7 +191,8 @@ def measure_limits(
     Reads: sum, max and products with a vector over `num_bytes` of float32, too many for any cache,
     in large pages where the system has them (1.5 times as fast here). Products: square matrices of
     `size` in `dtype`; in float32 where oneDNN has no bfloat16, where PyTorch is 100 times slower.
-    Of integers, too, where oneDNN has them; the faster ones count.
+    Of float32 also fused steps on registers alone, which PyTorch's library may be far from (1.6
+    times on a Zen 3). Of integers, too, where oneDNN has them; the faster ones count.
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         dtype = torch.float32
@@ -197,13 +201,28 @@ def measure_limits(
     rows, vector = memory.view(-1, 1024), torch.ones(1024)
     read_s = min(_best_s(memory.sum), _best_s(memory.max), _best_s(lambda: rows @ vector))
     matrix = torch.randn(size, size).to(dtype)
-    matmul_s = int8_s = _best_s(lambda: matrix @ matrix)
+    matmul_s = _best_s(lambda: matrix @ matrix)
+    if dtype is torch.float32:
+        matmul_s = min(matmul_s, _fused_s(2 * size**3, num_threads))
+    int8_s = matmul_s
     if torch.cpu._is_vnni_supported():
         integers = torch.randint(-128, 128, (size, size), dtype=torch.int8)
         int8_s = min(int8_s, _best_s(lambda: torch._int_mm(integers, integers)))
     torch.set_num_threads(before)
     rates = num_bytes / read_s / 1e9, *(2e-9 * size**3 / each for each in (matmul_s, int8_s))
     return Limits(*map(rounded, rates))
+
+
+def _fused_s(flop: float, num_threads: int) -> float:
+    """Seconds of so many FLOP of float32 on registers alone; infinite without a C compiler."""
+    try:
+        library = load_library(_FUSED_STEPS)
+    except KernelBuildError:
+        return math.inf
+    library.fused_steps.restype = ctypes.c_double
+    arguments = ctypes.c_long(1_000_000), num_threads, ctypes.c_float(0.5)
+    seconds = _best_s(lambda: library.fused_steps(*arguments))
+    return float(seconds * flop / library.fused_steps(*arguments))
 
 
 def _best_s(run: Callable[[], Any], rounds: int = 10) -> float:

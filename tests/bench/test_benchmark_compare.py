@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from gguf_model import GGUFModel
 
 from benchmarks import compare as benchmark_compare
 from benchmarks import gguf_files, peers
+from benchmarks import limits as benchmark_limits
 from benchmarks import main as benchmark
 from benchmarks.compare import (
     WORKS,
@@ -530,6 +533,16 @@ def test_limits_are_measured_and_threads_left_alone() -> None:
     assert 0.1 < limits.read_gb_per_s < 10_000
     assert 0.1 < limits.matmul_gflop_per_s <= limits.int8_gflop_per_s < 1_000_000
     assert torch.get_num_threads() == before
+
+
+def test_float32_is_bounded_by_fused_steps_not_by_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 32 x 32 a product mostly waits to be called."""
+    small = partial(measure_limits, 1, num_bytes=8 << 20, size=32, dtype=torch.float32)
+    limits = small()
+    monkeypatch.setattr(benchmark_limits, "_fused_s", lambda flop, num_threads: math.inf)
+    assert limits.matmul_gflop_per_s > 2 * small().matmul_gflop_per_s
 
 
 def small_gguf(path: Path, kind: gguf.LlamaFileType) -> Path:
