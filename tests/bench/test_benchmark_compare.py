@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_model import GGUFModel
+from marks import needs_compiler
 
 from benchmarks import compare as benchmark_compare
 from benchmarks import gguf_files, peers
@@ -535,6 +536,7 @@ def test_limits_are_measured_and_threads_left_alone() -> None:
     assert torch.get_num_threads() == before
 
 
+@needs_compiler
 def test_float32_is_bounded_by_fused_steps_not_by_the_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
