@@ -1,4 +1,4 @@
-"""Compiles C files of this folder once, caches the libraries with a checksum, and loads them."""
+"""Compiles C files once, caches the libraries with a checksum, and loads them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@
  * epilogue makes the same rounding steps as the operators it stands for.
  *
  * Numbers lie in panels of PANEL outputs, word by word: [panel][word][output], padded with zeros. A
- * register block is up to ROWS rows times half a panel or a whole one; the panel streams past it. Work
+ * register block is up to ROWS rows times 16 outputs, half a panel or a whole one; the panel streams past it. Work
  * is shared out in units of half a panel, so that 9 panels keep two threads busy alike; of many rows in
  * matrix tiles, in blocks of rows with all outputs. For matrix tiles a half panel is one piece of memory:
  * [half panel][step][vector][16 pairs][16 outputs][2]. Codes of 4 to 8 bits lie otherwise there, but those of FP8, NVFP4
@@ -152,7 +152,7 @@ INLINE char *arranged_rows_of(const call_t *call) {
     return call->made + (call->w->norm_weight ? call->rows * call->w->k * ITEM : 0);
 }
 
-/* A call as `multiply_units` takes it: its rows normed, rounded or arranged where its weight wants that, in
+/* A call as `multiply_units` takes it: its rows normed, rounded, copied or arranged where its weight wants that, in
  * `buffer` (BUFFER_BYTES of the thread's own) or in call->made. */
 static call_t prepare_call(const call_t *call, int64_t block_rows, char *buffer) {
     const weight_t *w = call->w;

@@ -22,7 +22,7 @@ enum { COLD_ROWS = LANES == 16 ? ROWS : 3 }; /* of a register block that is as w
 enum { BLOCK_BYTES = 512 << 10 }; /* activations of a row block: with a panel's chunk, about L2 */
 enum { BLOCK_ROWS = 64 * 6 };
 enum { STRIP = 4, STRIP_BYTES = STRIP * PANEL * 4 };
-enum { PRIVATE_BYTES = 64 << 10 }; /* normed or rounded rows that every thread makes for itself */
+enum { PRIVATE_BYTES = 64 << 10 }; /* normed, rounded or copied rows that every thread makes for itself */
 /* A chunk of k of rows that lie a multiple of CROWDED apart fills few sets of L1 and L2. With 16 registers, where
  * chunks are short, made rows lie ROOM further apart: 3 to 8 % of a product of 8 rows and more on a Zen 3. */
 enum { CROWDED = 2048, ROOM = 512, BUFFER_BYTES = PRIVATE_BYTES + PRIVATE_BYTES / CROWDED * ROOM };
