@@ -45,7 +45,7 @@ INLINE void fill_tiles(const char *panel, const levels_t *levels, int64_t first,
     const int64_t bytes = group_bytes(format);
     const char *next = panel + first * bytes + BYTES_AHEAD;
     for (int64_t n = 0; n < count; n += per_block)
-        EACH_GROUP for (int g = 0; g < per_block; g++) {
+        UNROLL for (int g = 0; g < per_block; g++) {
             next = prefetch_bytes(next, bytes);
             for (int64_t at = 0; at < columns / LANES; at++) {
                 const block_t b = block_at(panel, (first + n) / per_block, column + at * LANES, format);

@@ -169,13 +169,6 @@ INLINE void add_rows(const scales_t *scales, vu codes[][8], const rounded_t *x, 
     }
 }
 
-/* Which bits hold a group's codes and scales depends on its number in its block: where the compiler knows that,
- * shifts and masks are constants. */
-#if LANES == 16
-#define EACH_GROUP UNROLL
-#else
-#define EACH_GROUP
-#endif
 /* Nothing moves across: GCC would unpack many groups of a block at once, for which it lacks registers. */
 INLINE void keep_groups_apart(const int format) {
     if (FORMAT[format].weights > GROUP) __asm__ volatile("" : : : "memory");
@@ -208,20 +201,21 @@ enum { BYTES_AHEAD = 32768 };
 #endif
 
 /* acc[r][c] = rows x of the outputs [column, column + columns) of a panel. x: [groups][rows]. Groups go first,
- * so memory is read in order. */
+ * so memory is read in order. Which bits hold a group's codes and scales depends on its number in its block: where the
+ * compiler knows that, shifts and masks are constants. */
 INLINE void multiply_rounded(const char *panel, const levels_t *levels, int64_t groups, int64_t column, int64_t columns,
                              const rounded_t *x, int64_t rows, float *acc, const int format) {
     const int per_block = (int)(FORMAT[format].weights / GROUP);
     const int64_t part = group_bytes(format) * AT_ONCE * LANES / columns;
     const char *next = panel + BYTES_AHEAD;
     for (int64_t group = 0; group < groups; group += per_block, x += per_block * rows)
-        EACH_GROUP for (int g = 0; g < per_block; g++)
+        UNROLL for (int g = 0; g < per_block; g++)
             for (int64_t c = 0; c < columns; c += AT_ONCE * LANES) {
                 block_t b[AT_ONCE];
                 UNROLL for (int v = 0; v < AT_ONCE; v++)
                     b[v] = block_at(panel, group / per_block, column + c + v * LANES, format);
                 next = prefetch_bytes(next, part);
-                add_group(b, levels, g, x + g * rows, rows, acc + c, group + g == 0, format);
+                add_group(b, levels, g, x + g * rows, rows, acc + c, g == 0 && group == 0, format);
             }
 }
 
@@ -231,7 +225,7 @@ INLINE void multiply_rounded(const char *panel, const levels_t *levels, int64_t 
                                           int64_t rows, float *acc) {                               \
         multiply_rounded(panel, levels, groups, column, columns, x, rows, acc, format);             \
     }
-#if WITH_CODES
+#if WITH_CODES && WITH_ROUNDED /* they take as long to compile as all that is exact */
 #define EACH_INTEGERS(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) f(INT4) f(INT8) \
     f(IQ4_NL) f(IQ4_XS) f(Q2_K) f(Q3_K) f(IQ2)
 #else

@@ -33,11 +33,12 @@ def is_supported() -> bool:
     return b"avx512_bf16" in cpu_flags().split()
 
 
-def products_source(dtype: torch.dtype, with_codes: bool) -> Source:
+def products_source(dtype: torch.dtype, with_codes: bool, rounds_rows: bool) -> Source:
     """What is compiled for `CpuLinear.load` of these."""
     flags = (
         f"-DMODE={_MODES[dtype]}",
         f"-DWITH_CODES={int(with_codes)}",
+        f"-DWITH_ROUNDED={int(rounds_rows)}",
         f"-DWITH_NUMBERS={int(dtype is torch.float32)}",
     )
     return Source(SOURCE, flags)
@@ -96,7 +97,7 @@ class CpuLinear:
         """
         if dtype is torch.bfloat16 and not is_supported():
             raise KernelBuildError('this CPU has no AVX512-BF16: set dtype="float32"')
-        source = products_source(dtype, with_codes)
+        source = products_source(dtype, with_codes, rounds_rows)
         library = load_library(source.path, folder, (*extra_cflags, *source.extra_cflags))
         if dtype is torch.bfloat16 and not library.has_pairs():
             raise KernelBuildError("the C compiler knows no AVX512-BF16: install gcc 10 or newer")

@@ -135,10 +135,10 @@ def _why_numbers(config: EngineConfig, device: Device) -> str:
     if device.name != "cpu":
         takes_codes = choose_ops(config, device, None, dtype).takes_codes
         return "" if takes_codes else f"codes need Triton on {device.name}, which has none"
-    kernels, reason = find_kernels(device, None, dtype, with_codes=True)
+    kernels, reason = find_kernels(config, device, None, dtype, with_codes=True)
     if kernels is not None:
         try:
-            CpuLinear.load(kernels.tape, dtype=dtype, with_codes=True)
+            _load_code_products(config, kernels.tape, dtype)
         except KernelBuildError as error:
             reason = str(error)
     return reason
@@ -156,7 +156,7 @@ def load_compute_parts(
     if method is None and device.name == "cpu":  # a GPU's operations take both
         wants_codes = holds_codes(folder)
     tape = sharding.tape if sharding else None
-    kernels, no_kernels = find_kernels(device, tape, dtype, wants_codes)
+    kernels, no_kernels = find_kernels(config, device, tape, dtype, wants_codes)
     _warn_of_slowness(no_kernels)
     ops = _code_ops(config, device, wants_codes, kernels or no_kernels, dtype)
     ops = ops or choose_ops(config, device, kernels, dtype)
@@ -229,7 +229,11 @@ def choose_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str
 
 
 def find_kernels(
-    device: Device, tape: CallTape | None, dtype: torch.dtype, with_codes: bool
+    config: EngineConfig,
+    device: Device,
+    tape: CallTape | None,
+    dtype: torch.dtype,
+    with_codes: bool,
 ) -> tuple[CpuKernels | None, str]:
     """The C kernels, or None and the reason if they cannot be used. tape: records their calls.
     dtype, with_codes: of the products that will be loaded, which are compiled at the same time.
@@ -237,7 +241,8 @@ def find_kernels(
     if device.name != "cpu":
         return None, ""
     if dtype is torch.float32 or is_supported():
-        build_together(Source(SOURCE), products_source(dtype, with_codes))
+        rounds_rows = with_codes and _rounds_rows(config)
+        build_together(Source(SOURCE), products_source(dtype, with_codes, rounds_rows))
     try:
         return CpuKernels.load(tape=tape), ""
     except KernelBuildError as error:
@@ -268,6 +273,16 @@ def choose_ops(
         return CpuOps(kernels)
 
 
+def _rounds_rows(config: EngineConfig) -> bool:
+    return config.activation_dtype == "int8"
+
+
+def _load_code_products(config: EngineConfig, tape: CallTape, dtype: torch.dtype) -> CpuLinear:
+    """Products with codes. Raises KernelBuildError."""
+    rounds_rows = _rounds_rows(config)
+    return CpuLinear.load(tape, dtype=dtype, with_codes=True, rounds_rows=rounds_rows)
+
+
 def _code_ops(
     config: EngineConfig,
     device: Device,
@@ -296,12 +311,8 @@ def _code_ops(
             raise ConfigError(_asked_rows(config))
         return None
     if not isinstance(kernels, str):
-        rounds_rows = config.activation_dtype == "int8"
         try:
-            products = CpuLinear.load(
-                kernels.tape, dtype=dtype, with_codes=True, rounds_rows=rounds_rows
-            )
-            return PackedOps(kernels, products)
+            return PackedOps(kernels, _load_code_products(config, kernels.tape, dtype))
         except KernelBuildError as error:
             kernels = str(error)
     if method is None and config.activation_dtype is None:

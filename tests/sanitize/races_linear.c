@@ -7,6 +7,7 @@
 #define IS_DONE_HERE
 #endif
 #define WITH_CODES 1
+#define WITH_ROUNDED 1
 #include "cpu_linear.c"
 
 #ifdef IS_DONE_HERE
