@@ -225,7 +225,7 @@ INLINE void step_stripe(const delta_args *a, const head_t *h, int64_t head, floa
     else step_columns(h, s, stride, dim, v, all, 0, min64(vecs, DELTA_STRIPE), n);
 }
 
-/* Functions of their own, which all numbers share: GCC takes long for these. */
+/* Functions of their own: inlined for rows of both kinds of numbers they took GCC seconds more. */
 static void step_whole_stripe(const delta_args *a, const head_t *h, int64_t head, float *s, float *v) {
     step_stripe(a, h, head, s, v, STRIPE, LANES);
 }
