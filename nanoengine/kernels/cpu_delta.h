@@ -225,14 +225,6 @@ INLINE void step_stripe(const delta_args *a, const head_t *h, int64_t head, floa
     else step_columns(h, s, stride, dim, v, all, 0, min64(vecs, DELTA_STRIPE), n);
 }
 
-/* Functions of their own: inlined for rows of both kinds of numbers they took GCC seconds more. */
-static void step_whole_stripe(const delta_args *a, const head_t *h, int64_t head, float *s, float *v) {
-    step_stripe(a, h, head, s, v, STRIPE, LANES);
-}
-static void step_vector(const delta_args *a, const head_t *h, int64_t head, float *s, float *v, int n) {
-    step_stripe(a, h, head, s, v, 1, n);
-}
-
 /* Of the delta rule, which rounds in between and has a gate of silu, and of KIMI, with a sigmoid. */
 INLINE void norm_head(const delta_args *a, int64_t token, int64_t head, const float *x, int mode) {
     const int64_t dim = a->value_dim, place = head * dim;
@@ -320,9 +312,9 @@ INLINE void delta_head(const delta_args *a, const run_t *r, int64_t head, float 
         for (int64_t t = 0; t < h.count; t++) bring_token(a, first + t, head, t, q, k, &h, mode);
         int64_t d = 0;
         for (; d + vecs * LANES <= a->value_dim; d += vecs * LANES)
-            step_whole_stripe(a, &h, head, s + d, v + d);
+            step_stripe(a, &h, head, s + d, v + d, STRIPE, LANES);
         for (; d < a->value_dim; d += LANES)
-            step_vector(a, &h, head, s + d, v + d, (int)min64(a->value_dim - d, LANES));
+            step_stripe(a, &h, head, s + d, v + d, 1, min64(a->value_dim - d, LANES));
         for (int64_t t = 0; t < h.count && a->rule != MAMBA; t++) norm_head(a, first + t, head, v + t * all, mode);
     }
 }
