@@ -236,7 +236,7 @@ def find_kernels(
     with_codes: bool,
 ) -> tuple[CpuKernels | None, str]:
     """The C kernels, or None and the reason if they cannot be used. tape: records their calls.
-    dtype, with_codes: of the products that will be loaded, which are compiled at the same time.
+    config, dtype, with_codes: say which products will be loaded; these are compiled at the same time.
     """
     if device.name != "cpu":
         return None, ""
