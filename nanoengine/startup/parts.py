@@ -236,7 +236,7 @@ def find_kernels(
     with_codes: bool,
 ) -> tuple[CpuKernels | None, str]:
     """The C kernels, or None and the reason if they cannot be used. tape: records their calls.
-    config, dtype, with_codes: say which products will be loaded; these are compiled at the same time.
+    config, dtype, with_codes: say which products will be loaded, which are compiled beside it.
     """
     if device.name != "cpu":
         return None, ""
