@@ -28,8 +28,9 @@ from shared_state import differences, shared_state
 
 from nanoengine.devices import cache_folders as folders
 from nanoengine.devices.cache_folders import cache_folders, is_private
-from nanoengine.kernels import c_build, packed_weight
+from nanoengine.kernels import c_build, cpu_linear, packed_weight
 from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.models.stored_codes import FORMATS
 from nanoengine.startup import probe
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -110,6 +111,15 @@ def our_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in bfloat16 take as much as a forecast leaves room for: it knows no numbers."""
     monkeypatch.setattr(packed_weight, "MOST_OF_16_BITS", 0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_library_of_codes() -> Iterator[None]:
+    """Engines compile the formats that their weights have; in tests those of all, once."""
+    with pytest.MonkeyPatch.context() as patch:
+        bits = packed_weight.held_bits
+        patch.setattr(cpu_linear, "held_bits", lambda held, dtype: bits(held and FORMATS, dtype))
+        yield
 
 
 @pytest.fixture

@@ -93,8 +93,6 @@ def in_pieces_is_whole(
 
 def in_triton(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:
     """As engines call it on a GPU."""
-    from nanoengine.kernels.triton_kernels import TritonKernels  # after --device is known
+    from nanoengine.kernels.triton_recurrence import recurrence  # after --device is known
 
-    out = x.new_empty(len(x), net.shape.value_size)
-    TritonKernels().recurrence(x, net, state, ctx, out)
-    return out
+    return recurrence(x, net, state, ctx)

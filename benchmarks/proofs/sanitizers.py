@@ -126,7 +126,9 @@ ONE_CANDIDATES = Fault(
 )
 MIXED = """#pragma omp for schedule(static)%s
     for (int64_t i = 0; i < a->sequences * blocks; i++) {"""
-NOT_MIXED = Fault("cpu_delta.h", MIXED % "", MIXED % " nowait", r"data race(?:.*\n)+.* delta_head ")
+NOT_MIXED = Fault(
+    "cpu_recurrence.c", MIXED % "", MIXED % " nowait", r"data race(?:.*\n)+.* delta_head "
+)
 NO_ORDER = Fault(
     "shared_gather.c",
     "atomic_store(&mine->published, piece + 1);",

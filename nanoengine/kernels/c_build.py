@@ -152,7 +152,7 @@ def build_library(
             os.utime(target)  # says when it was last used
     else:
         _remove_old(folder)
-        logger.info("compiling kernels, once: 10 to 30 seconds ...", extra=LONG_WORK)
+        logger.info("compiling kernels, once: 5 to 20 seconds ...", extra=LONG_WORK)
         _compile([compiler, *CFLAGS, *extra_cflags], source, target)
     return target
 

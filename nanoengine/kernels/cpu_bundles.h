@@ -109,6 +109,7 @@ static void bundle_tile(const attend_args *a, const tile_t *t, const workspace *
 static void decode_bundle(const attend_args *a, const segment_t *segments, const span_t *after, int cold,
                           int64_t head0, int64_t head1, float *partials, int64_t segment_floats,
                           float *scratch) {
+    if (!HAVE_TILES) return;
     const int64_t dim = a->head_dim, width = 2 * dim, stride = a->kv_heads * width;
     const workspace w = carve(scratch, dim);
     const entry_t e = entry_at(a, segments->entry);

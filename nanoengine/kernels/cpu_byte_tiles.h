@@ -115,6 +115,7 @@ INLINE void multiply_rows_in_tiles(const char *panel, const levels_t *levels, in
     static void multiply_in_tiles_##format(const char *panel, const levels_t *levels, int64_t groups, \
                                            int64_t column, int64_t columns, const rounded_t *x,     \
                                            int64_t rows, byte_tiles_t *t, float *acc) {             \
+        if (!IS_HELD(format)) return;                                                               \
         const int64_t whole = rows / TILE_ROWS * TILE_ROWS;                                         \
         multiply_rows_in_tiles(panel, levels, groups, column, columns, x, rows, whole, t, acc, format); \
         if (whole < rows)                                                                           \

@@ -277,11 +277,11 @@ INLINE void multiply_sums(const summed_t *p, float *acc, const int rows, const i
 typedef void multiply_sums_t(const summed_t *, float *);
 #define MULTIPLY_SUMS(format, rows, columns)                                                        \
     static void sum_##format##_##rows##_##columns(const summed_t *p, float *acc) {                  \
-        multiply_sums(p, acc, rows, columns / LANES, format);                                       \
+        if (IS_HELD(format)) multiply_sums(p, acc, rows, columns / LANES, format);                  \
     }
 #define SUMMED(format)                                                                              \
     static void unpack_scales_##format(const char *panel, int64_t first, int64_t last, float *out) { \
-        unpack_scales(panel, first, last, out, format);                                             \
+        if (IS_HELD(format)) unpack_scales(panel, first, last, out, format);                        \
     }                                                                                               \
     MULTIPLY_SUMS(format, 1, 32) MULTIPLY_SUMS(format, 2, 32) MULTIPLY_SUMS(format, 4, 32)          \
     MULTIPLY_SUMS(format, 6, 32) MULTIPLY_SUMS(format, 1, 64) MULTIPLY_SUMS(format, 2, 64)
@@ -289,12 +289,8 @@ typedef void multiply_sums_t(const summed_t *, float *);
     [format] = {[1] = {sum_##format##_1_32, sum_##format##_1_64},                                   \
                 [2] = {sum_##format##_2_32, sum_##format##_2_64},                                   \
                 [4] = {sum_##format##_4_32}, [6] = {sum_##format##_6_32}},
-#if WITH_CODES
 #define EACH_SUMMED(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(IQ4_NL) f(IQ4_XS) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K) \
     f(Q2_K) f(Q3_K) f(IQ2)
-#else
-#define EACH_SUMMED(f)
-#endif
 EACH_SUMMED(SUMMED)
 /* By layout, rows, and whether it is a whole panel. */
 static multiply_sums_t *const SUM_MULTIPLIERS[FORMATS][SUM_ROWS + 1][2] = {EACH_SUMMED(LIST_SUMS)};

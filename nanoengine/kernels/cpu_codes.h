@@ -361,26 +361,19 @@ INLINE void unpack_group(const char *panel, const levels_t *levels, int64_t grou
     }
 }
 
-#if WITH_NUMBERS /* where MODE is F32 */
-#define EACH_NUMBERS(f) f(BF16) f(F16)
-#else
-#define EACH_NUMBERS(f)
-#endif
-#if WITH_CODES && MODE == F32
+#if MODE == F32
 #define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) \
     f(MXFP4) f(INT4) f(INT8) f(FP8) f(NVFP4) f(NF4) f(IQ4_NL) f(IQ4_XS) f(Q2_K) f(Q3_K) \
-    f(IQ2) EACH_NUMBERS(f)
-#elif WITH_CODES && HAVE_TILES /* the others: cpu_lookup.h */
-#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) f(Q2_K) f(Q3_K) f(IQ2) EACH_NUMBERS(f)
-#elif WITH_CODES /* cpu_code_sums.h */
-#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) EACH_NUMBERS(f)
-#else /* they take long to compile */
-#define EACH_FORMAT(f) EACH_NUMBERS(f)
+    f(IQ2) f(BF16) f(F16)
+#elif HAVE_TILES /* the others: cpu_lookup.h */
+#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) f(Q2_K) f(Q3_K) f(IQ2)
+#else /* cpu_code_sums.h */
+#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4)
 #endif
 #define UNPACK(format)                                                                              \
     static void unpack_##format(const char *panel, const levels_t *levels, int64_t group,           \
                                 int64_t column, int64_t columns, unpacked_t to) {                   \
-        unpack_group(panel, levels, group, column, columns, to, format);                            \
+        if (IS_HELD(format)) unpack_group(panel, levels, group, column, columns, to, format);       \
     }
 EACH_FORMAT(UNPACK)
 typedef void unpack_t(const char *, const levels_t *, int64_t, int64_t, int64_t, unpacked_t);
@@ -478,7 +471,8 @@ INLINE void multiply_codes(const char *panel, const levels_t *levels, int64_t gr
     static void multiply_##format##_##rows(const char *panel, const levels_t *levels, int64_t groups, \
                                            int64_t column, int64_t columns, const char *x,          \
                                            int64_t x_stride, float *acc) {                          \
-        multiply_codes(panel, levels, groups, column, columns, x, x_stride, acc, rows, format);     \
+        if (IS_HELD(format))                                                                        \
+            multiply_codes(panel, levels, groups, column, columns, x, x_stride, acc, rows, format); \
     }
 typedef void multiply_codes_t(const char *, const levels_t *, int64_t, int64_t, int64_t, const char *, int64_t,
                               float *);

@@ -111,6 +111,7 @@ INLINE int64_t rows_at_once(int64_t rows, int64_t most) {
 #define DECODE_SCORES(name, mode)                                                                   \
     static void name(const float *keys, const char *q, int64_t q_bytes, int64_t words,              \
                      float *scores, int n, soon_t *soon, int64_t rows) {                            \
+        if (!HAS_MODE(mode)) return;                                                                \
         for (int64_t some; rows > 0; rows -= some, q += some * q_bytes, scores += some * TILE) {    \
             some = rows_at_once(rows, ROWS);                                                        \
             WITH_ROWS(some, key_scores_rows(keys, q, q_bytes, words, scores, n, soon, r, mode))     \
@@ -180,7 +181,7 @@ static void decode_softmax(float *scores, int64_t rows, int n, const int *visibl
                            states_t *states, float *alpha, int mode) {
     if (mode == F32) softmax_rows(scores, rows, n, visible, scale, states, alpha, F32);
     else if (mode == BF16_WIDE) softmax_rows(scores, rows, n, visible, scale, states, alpha, BF16_WIDE);
-    else softmax_rows(scores, rows, n, visible, scale, states, alpha, BF16_PAIRS);
+    else if (HAVE_PAIRS) softmax_rows(scores, rows, n, visible, scale, states, alpha, BF16_PAIRS);
 }
 
 typedef struct { int64_t pos; const char *q; float *partial; } decode_row_t;
@@ -238,6 +239,7 @@ INLINE void decode_values_rows(const char *v, int64_t v_stride, int n, const flo
 #define DECODE_VALUES(name, mode)                                                                   \
     static void name(const char *v, int64_t v_stride, int n, const float *probs, const decode_row_t *to,       \
                      const float *alpha, soon_t *soon, int64_t dim, int64_t rows) {                 \
+        if (!HAS_MODE(mode)) return;                                                                \
         WITH_ROWS(rows, decode_values_rows(v, v_stride, n, probs, to, alpha, soon, dim, r, mode))   \
     }
 DECODE_VALUES(values_f32, F32)

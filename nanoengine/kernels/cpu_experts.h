@@ -91,7 +91,7 @@ static void make_rows(const experts_t *e, call_t *calls, int64_t count, const ch
         call_t *c = &calls[i];
         const int64_t halves = ceil_div(c->w->outputs, c->w->activation ? TURN : HALF);
         const int64_t before = (c->x - first) / c->x_stride;
-        if (c->w->is_rounded) {
+        if (is_rounded(c->w)) {
             rounded_t *rounded = (rounded_t *)e->made + before * (c->w->k / GROUP);
             round_rows(c, choose_block_rows(c->w, c->rows, halves, threads), 1, rounded);
             c->x = (const char *)rounded;

@@ -14,6 +14,13 @@ enum { PANEL = 64, GROUP = 32 };
 enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, FP8, NVFP4, NF4, IQ4_NL, IQ4_XS,
        Q2_K, Q3_K, IQ3_XXS, IQ3_S, IQ2, IQ1, BF16, F16, BF12, FORMATS };
 
+/* The formats of weights that a library multiplies, by layout: a bit for each. Functions of others are empty, for all
+ * of them take GCC longer than what else there is (8 s of 15). */
+#ifndef HELD
+#define HELD -1
+#endif
+#define IS_HELD(format) (HELD >> (format) & 1)
+
 typedef struct { /* of a block: weights; halves and words, and the bytes where each begin in the file */
     int64_t weights, halves, words, halves_at, words_at;
 } format_t;

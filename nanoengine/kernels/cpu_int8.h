@@ -223,9 +223,10 @@ INLINE void multiply_rounded(const char *panel, const levels_t *levels, int64_t 
     static void multiply_rounded_##format(const char *panel, const levels_t *levels, int64_t groups, \
                                           int64_t column, int64_t columns, const rounded_t *x,      \
                                           int64_t rows, float *acc) {                               \
-        multiply_rounded(panel, levels, groups, column, columns, x, rows, acc, format);             \
+        if (IS_HELD(format))                                                                        \
+            multiply_rounded(panel, levels, groups, column, columns, x, rows, acc, format);         \
     }
-#if WITH_CODES && WITH_ROUNDED /* they take two fifths of what a library with them takes to compile */
+#if WITH_ROUNDED /* they take two fifths of what a library with them takes to compile */
 #define EACH_INTEGERS(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) f(INT4) f(INT8) \
     f(IQ4_NL) f(IQ4_XS) f(Q2_K) f(Q3_K) f(IQ2)
 #else

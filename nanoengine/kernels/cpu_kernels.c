@@ -2,7 +2,6 @@
 #include "call_tape.h"
 #include "cpu_attend.h"
 #include "cpu_operators.h"
-#include "cpu_delta.h"
 #include "cpu_draw.h"
 
 const char *isa(void) {

@@ -16,25 +16,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoengine.config.model import AnyRecurrent, ShortConvConfig
-from nanoengine.context import ForwardContext, KVChunk, KVTarget, RecurrentState, SoftmaxState
+from nanoengine.context import KVChunk, KVTarget, SoftmaxState
 from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import SOURCE, load_library
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.models.delta_net import DeltaNet, KimiNet
 from nanoengine.models.draw import Draws, likeliest
-from nanoengine.models.mamba import NORMS, MambaNet
-from nanoengine.models.rules import RecurrentNet
-from nanoengine.models.short_conv import ShortConvNet
 
 # One field per member, in that order, of attend_args in cpu_attention.h; of norm_args, rope_args
-# and pair_args in cpu_operators.h; of delta_args in cpu_delta.h; of draw_args and likeliest_args in
-# cpu_draw.h.
+# and pair_args in cpu_operators.h; of draw_args and likeliest_args in cpu_draw.h.
 _ATTEND_ARGS = struct.Struct("=14Q16q2Q3q2d")
 _NORM_ARGS = struct.Struct("=3Q10qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
 _PAIR_ARGS = struct.Struct("=3Q6q")
-_DELTA_ARGS = struct.Struct("=14Q12q3d")
 _DRAW_ARGS = struct.Struct("=4Q5q")
 _LIKELIEST_ARGS = struct.Struct("=3Q5q")
 _CANDIDATE_BYTES = 16
@@ -43,9 +36,6 @@ _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
 # What gates go through, by the names of activations.GATED, as in cpu_vectors.h.
 ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3, "relu2": 4}
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
-_RULES = (MambaNet, DeltaNet, ShortConvNet, KimiNet)  # as numbered in cpu_delta.h
-# Of the nets of these, in the order of delta_args.
-_OF_NETS = ("conv", "decay", "dt_bias", "norm", "conv_bias", "skip")
 
 
 class Workspace:
@@ -99,14 +89,12 @@ class CpuKernels:
         self.tape = tape or CallTape(library)
         self._attend, self._rms_norm = library.attend, library.rms_norm
         self._rope_store, self._rotate = library.rope_store, library.rotate
-        self._gated_delta, self._short_conv = library.gated_delta, library.short_conv
         self._draw, self._likeliest = library.draw, library.likeliest
         self._add, self._gate_mul = library.add, library.gate_mul
         self._sigmoid_mul = library.sigmoid_mul
         of_steps = self._attend, self._rms_norm, self._rope_store, self._rotate
-        of_rules, of_logits = (self._gated_delta, self._short_conv), (self._draw, self._likeliest)
         of_pairs = self._add, self._gate_mul, self._sigmoid_mul
-        for function in (*of_steps, *of_rules, *of_pairs, *of_logits):
+        for function in (*of_steps, *of_pairs, self._draw, self._likeliest):
             function.argtypes = [ctypes.c_char_p]
         self._workspace = Workspace()
         self._argmax = library.argmax
@@ -299,37 +287,6 @@ class CpuKernels:
             *(0, _IS_BF16[x.dtype], torch.get_num_threads()),
         )
         self.tape.call(self._sigmoid_mul, packed, x, gate, out)
-
-    def recurrence(
-        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
-    ) -> None:
-        """As rules.recurrence, into out. Raises EngineError."""
-        rule = _RULES.index(type(net))
-        mixed = None
-        if not isinstance(net, ShortConvNet):
-            mixed = torch.empty(len(x), net.shape.channels, dtype=torch.float32)
-        of_net = [getattr(net, name, None) for name in _OF_NETS]  # a rule may lack some
-        pointed_to = (
-            *(x, *of_net[:4], state.inputs, state.memory),
-            *(state.slots, ctx.query_start, ctx.kv_lens, mixed, out, *of_net[4:]),
-        )
-        packed = _DELTA_ARGS.pack(
-            *(0 if tensor is None else tensor.data_ptr() for tensor in pointed_to),
-            *(len(ctx.kv_lens), len(x), x.stride(0), *_heads_of(net.shape), net.shape.conv_size),
-            *(_IS_BF16[x.dtype], torch.get_num_threads(), rule),
-            NORMS.index(net.shape.norm) if isinstance(net, MambaNet) else 0,
-            getattr(net, "eps", 0.0),
-            *(getattr(net, name, 1.0) for name in ("gate_by", "step_by")),
-        )
-        function = self._short_conv if isinstance(net, ShortConvNet) else self._gated_delta
-        self.tape.call(function, packed, pointed_to)
-
-
-def _heads_of(shape: AnyRecurrent) -> tuple[int, int, int, int]:
-    """Key heads, value heads and their sizes, as cpu_delta.h counts channels by them."""
-    if isinstance(shape, ShortConvConfig):
-        return 0, 1, 0, shape.channels
-    return shape.num_key_heads, shape.num_value_heads, shape.key_dim, shape.value_dim
 
 
 def _checked_is_bf16(q: Tensor, k: Tensor, v: Tensor) -> int:

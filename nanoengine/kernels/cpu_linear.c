@@ -35,12 +35,12 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
     scratch_t scratch;
     int64_t shaped = 0, summed_row = -1;
     int is_warm = 0;
-    for (int64_t u = begin, n; u < end && c->w->is_rounded; u += n) {
+    for (int64_t u = begin, n; u < end && is_rounded(c->w); u += n) {
         const int64_t row = u / halves * block_rows, half = u % halves;
         n = half % 2 == 0 && half + 1 < halves && u + 1 < end ? 2 : 1;
         multiply_few_bits(c, row, min64(block_rows, c->rows - row), half * HALF, (int)n * HALF, &scratch);
     }
-    if (c->w->is_rounded) return;
+    if (is_rounded(c->w)) return;
     for (int64_t u = begin, n; u < end && c->w->is_tiled; u += n) {
         const int64_t row = u / halves * block_rows, rows = min64(block_rows, c->rows - row);
         const int64_t half = u % halves;
@@ -77,7 +77,7 @@ static int64_t choose_block_rows(const weight_t *w, int64_t rows, int64_t halves
     const int64_t group = w->is_tiled ? TILED_ROWS : w->has_byte_tiles ? TILE_ROWS : ROWS;
     const int64_t chunk = w->format == BF12 ? CHUNK_BLOCKS * BLOCK12_WORDS : CHUNK;
     int64_t block = BLOCK_BYTES / (4 * min64(words_of(w), chunk));
-    block = min64(w->is_rounded ? ROUNDED_ROWS : BLOCK_ROWS, max64(block, 4 * ROWS));
+    block = min64(is_rounded(w) ? ROUNDED_ROWS : BLOCK_ROWS, max64(block, 4 * ROWS));
     if (sums_codes(w)) block = min64(block, most_summed_rows(w) / ROWS * ROWS);
     if (w->is_tiled) {
         const int is_one_chunk = w->k <= CHUNK_STEPS * TILE_K;
@@ -163,10 +163,10 @@ static call_t prepare_call(const call_t *call, int64_t block_rows, char *buffer)
     const int is_arranged = w->is_tiled && rows > (looks_up(w) ? 1 : TILED_ROWS);
     const int64_t width = w->k * ITEM, stride = made_stride(w); /* rounded rows take 3/4 or 3/8 of it */
     const int is_copied = stride > width && c.x_stride % CROWDED == 0 && rows > ROWS;
-    if (w->norm_weight || w->is_rounded || is_copied) {
+    if (w->norm_weight || is_rounded(w) || is_copied) {
         const int is_private = rows * width <= PRIVATE_BYTES && !is_arranged;
         char *made = is_private ? buffer : call->made;
-        if (w->is_rounded) round_rows(call, block_rows, is_private, (rounded_t *)made);
+        if (is_rounded(w)) round_rows(call, block_rows, is_private, (rounded_t *)made);
         else if (w->norm_weight) norm_rows(call, is_private, made, stride);
         else copy_rows(call, is_private, made, stride);
         c.x = made, c.x_stride = stride;

@@ -17,7 +17,7 @@ from nanoengine.kernels.c_build import KernelBuildError, Source, cpu_flags, load
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import Workspace
 from nanoengine.kernels.packed_product import PackedGateUp, PackedLinear
-from nanoengine.kernels.packed_weight import WeightPacker
+from nanoengine.kernels.packed_weight import WeightPacker, held_bits
 from nanoengine.models.experts import Routing
 from nanoengine.models.stored_codes import CodedWeight, Weight, format_of
 
@@ -33,13 +33,18 @@ def is_supported() -> bool:
     return b"avx512_bf16" in cpu_flags().split()
 
 
-def products_source(dtype: torch.dtype, with_codes: bool, rounds_rows: bool) -> Source:
+def why_not(dtype: torch.dtype) -> str:
+    """Why this CPU has no products of such activations; "" if it has."""
+    lacks = dtype is torch.bfloat16 and not is_supported()
+    return 'this CPU has no AVX512-BF16: set dtype="float32"' if lacks else ""
+
+
+def products_source(dtype: torch.dtype, formats: frozenset[str], rounds_rows: bool) -> Source:
     """What is compiled for `CpuLinear.load` of these."""
     flags = (
         f"-DMODE={_MODES[dtype]}",
-        f"-DWITH_CODES={int(with_codes)}",
+        f"-DHELD={held_bits(formats, dtype):#x}",
         f"-DWITH_ROUNDED={int(rounds_rows)}",
-        f"-DWITH_NUMBERS={int(dtype is torch.float32)}",
     )
     return Source(SOURCE, flags)
 
@@ -52,7 +57,7 @@ class CpuLinear:
         library: ctypes.CDLL,
         tape: CallTape,
         dtype: torch.dtype,
-        with_codes: bool,
+        formats: frozenset[str],
         rounds_rows: bool,
     ) -> None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
@@ -64,10 +69,10 @@ class CpuLinear:
         has_tiles = dtype is torch.bfloat16 and library.allow_tiles() == 0
         self.workspace, self._tape = Workspace(), tape
         self._packer = WeightPacker(
-            library, tape, self.workspace, dtype, with_codes, has_tiles, rounds_rows
+            library, tape, self.workspace, dtype, formats, has_tiles, rounds_rows
         )
         self.dtype = dtype
-        self.with_codes = with_codes
+        self.takes_codes = bool(formats)
 
     @property
     def holds_12_bits(self) -> bool:
@@ -86,22 +91,23 @@ class CpuLinear:
         folder: Path | None = None,
         extra_cflags: tuple[str, ...] = (),
         dtype: torch.dtype = torch.bfloat16,
-        with_codes: bool = False,
+        formats: frozenset[str] = frozenset(),
         rounds_rows: bool = False,
     ) -> CpuLinear:
         """Compile (or take from the cache) and bind.
 
-        dtype: of activations, bfloat16 or float32. with_codes: weights may be codes, too.
+        dtype: of activations, bfloat16 or float32. formats: keys of FORMATS; weights may be codes
+        of these, too. Each takes GCC almost half a second.
         rounds_rows: products with codes are of rows rounded to 8 bits, see cpu_int8.h.
         Raises KernelBuildError with the reason: this CPU, or a compiler that is too old for it.
         """
-        if dtype is torch.bfloat16 and not is_supported():
-            raise KernelBuildError('this CPU has no AVX512-BF16: set dtype="float32"')
-        source = products_source(dtype, with_codes, rounds_rows)
+        if lack := why_not(dtype):
+            raise KernelBuildError(lack)
+        source = products_source(dtype, formats, rounds_rows)
         library = load_library(source.path, folder, (*extra_cflags, *source.extra_cflags))
         if dtype is torch.bfloat16 and not library.has_pairs():
             raise KernelBuildError("the C compiler knows no AVX512-BF16: install gcc 10 or newer")
-        return cls(library, tape, dtype, with_codes, rounds_rows)
+        return cls(library, tape, dtype, formats, rounds_rows)
 
     def pack(
         self, weight: Weight, bias: Tensor | None = None, norm: tuple[Tensor, float] | None = None

@@ -264,12 +264,12 @@ INLINE void look_up(const char *panel, const levels_t *levels, int64_t group, in
                                  int64_t half, char *to) {                                          \
         const char *next = panel + group * group_bytes(format) + CODES_AHEAD;                       \
         if (!half) prefetch_part(next, group_bytes(format));                                        \
-        look_up(panel, levels, group, half, to, format);                                            \
+        if (IS_HELD(format)) look_up(panel, levels, group, half, to, format);                       \
     }                                                                                               \
     static void pack_left_##format(const char *blocks, int64_t count, char *panel, int64_t column) { \
-        pack_left_of(blocks, count, panel, column, format);                                         \
+        if (IS_HELD(format)) pack_left_of(blocks, count, panel, column, format);                    \
     }
-#if WITH_CODES && HAVE_TILES
+#if HAVE_TILES
 #define EACH_LEFT(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(IQ4_NL) f(IQ4_XS) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K) \
     f(Q8_0) f(INT8)
 #else

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
+from nanoengine.kernels.cpu_recurrence import CpuRecurrence
 from nanoengine.kernels.kernel_ops import KernelOps
 from nanoengine.kernels.packed_experts import PackedApart, PackedExpert, PackedExperts
 from nanoengine.kernels.packed_product import (
@@ -26,8 +29,9 @@ from nanoengine.models.experts import (
     Router,
     Routing,
 )
-from nanoengine.models.layer_ops import AfterAttention, multiply_heads
+from nanoengine.models.layer_ops import AfterAttention, Recurrence, multiply_heads
 from nanoengine.models.products import MLP, Embed, Norm, Product, TiledProduct
+from nanoengine.models.rules import RecurrentNet
 from nanoengine.models.stored_codes import Weight, joined
 
 
@@ -72,6 +76,15 @@ class CpuOps(KernelOps):
         self._kernels.tape.call(_activate, (x, activation))
         return x
 
+    def recurrence(self, net: RecurrentNet) -> Recurrence:
+        """Raises KernelBuildError."""
+        run = self._rules.run
+        return lambda x, state, ctx: run(x, net, state, ctx)
+
+    @cached_property
+    def _rules(self) -> CpuRecurrence:
+        return CpuRecurrence.load(self._kernels.tape)
+
     def argmax(self, logits: Tensor) -> Tensor:
         return self._kernels.argmax(logits)
 
@@ -93,7 +106,7 @@ class PackedOps(CpuOps):
     def __init__(self, kernels: CpuKernels, products: CpuLinear) -> None:
         super().__init__(kernels)
         self._products = products
-        self.takes_codes = products.with_codes
+        self.takes_codes = products.takes_codes
 
     @property
     def saved_bytes(self) -> int:

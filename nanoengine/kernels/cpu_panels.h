@@ -5,6 +5,9 @@
 #ifndef MODE /* of numbers and activations: F32 or BF16_PAIRS */
 #define MODE BF16_PAIRS
 #endif
+#ifndef WITH_ROUNDED /* whether rows may be rounded to 8 bits */
+#define WITH_ROUNDED 0
+#endif
 #include "cpu_bf12.h"
 #include "cpu_code_sums.h"
 #include "cpu_int8.h"
@@ -68,10 +71,13 @@ enum { ITEM = MODE == F32 ? 4 : 2, GROUP_WORDS = GROUP * ITEM / 4 }; /* bytes of
 enum { BLOCK12_WORDS = BLOCK_K * ITEM / 4, CHUNK_BLOCKS = (128 << 10) / (4 * PANEL * BLOCK12_WORDS) };
 INLINE int64_t words_of(const weight_t *w) { return ceil_div(w->k * ITEM, 4); }
 
+/* Whether rows are rounded to 8 bits; a constant where nothing is compiled for it. */
+INLINE int is_rounded(const weight_t *w) { return WITH_ROUNDED && w->is_rounded; }
+
 /* From one row to the next of those that are normed or copied. */
 INLINE int64_t made_stride(const weight_t *w) {
     const int64_t width = w->k * ITEM;
-    return LANES == 8 && !w->is_rounded && width % CROWDED == 0 ? width + ROOM : width;
+    return LANES == 8 && !is_rounded(w) && width % CROWDED == 0 ? width + ROOM : width;
 }
 
 /* Whether a product shapes tiles, which are released when all is done. */
@@ -126,7 +132,7 @@ INLINE const char *line_of_block(const weight_t *w, int64_t block) { return w->p
 
 /* Whether codes are multiplied as they are: see cpu_code_sums.h. */
 INLINE int sums_codes(const weight_t *w) {
-    return !w->is_tiled && !w->is_rounded && is_summed((int)w->format);
+    return !w->is_tiled && !is_rounded(w) && is_summed((int)w->format);
 }
 
 /* The groups [begin, end) of k of the outputs [column, column + columns), which lie in one panel. */

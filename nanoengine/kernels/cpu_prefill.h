@@ -196,6 +196,7 @@ INLINE void attend_group(const tile_t *t, const workspace *w, group_t *g, int n,
 
 #define ATTEND_TILE(name, mode)                                                                     \
     static void name(const tile_t *t, const workspace *w, group_t *g, int64_t dim) {                \
+        if (!HAS_MODE(mode)) return;                                                                \
         const int n = min64(t->count, g->last_pos + 1 - t->pos);                                    \
         if (n <= 0 || g->first_pos + 1 - t->window >= t->pos + t->count) return;                    \
         switch (g->vecs) {                                                                          \

@@ -19,6 +19,8 @@
 #define UNROLL _Pragma("GCC unroll 16")
 
 enum { F32, BF16_WIDE, BF16_PAIRS, BF16_TILES };
+/* Whether what this is compiled for has a mode: functions of the others are empty. */
+#define HAS_MODE(mode) ((mode) < BF16_PAIRS || ((mode) == BF16_PAIRS ? HAVE_PAIRS : HAVE_TILES))
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }

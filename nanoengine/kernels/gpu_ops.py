@@ -14,6 +14,7 @@ from nanoengine.kernels.cuda_graph import CudaGraphs
 from nanoengine.kernels.kernel_ops import KernelOps
 from nanoengine.kernels.triton_codes import TritonCodes
 from nanoengine.kernels.triton_kernels import TritonKernels
+from nanoengine.kernels.triton_recurrence import recurrence
 from nanoengine.models.draw import Draws
 from nanoengine.models.experts import (
     IN_A_GRAPH,
@@ -25,8 +26,9 @@ from nanoengine.models.experts import (
     MixtureWeights,
     Router,
 )
-from nanoengine.models.layer_ops import AfterAttention
+from nanoengine.models.layer_ops import AfterAttention, Recurrence
 from nanoengine.models.products import MLP, Embed, Norm, NormedProduct, Product, normed
+from nanoengine.models.rules import RecurrentNet
 from nanoengine.models.stored_codes import Weight
 
 
@@ -81,6 +83,9 @@ class GpuOps(KernelOps):
         if self._graphs is not None and grouped.host_waits:
             raise ConfigError(IN_A_GRAPH)
         return grouped
+
+    def recurrence(self, net: RecurrentNet) -> Recurrence:
+        return lambda x, state, ctx: recurrence(x, net, state, ctx)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

@@ -8,13 +8,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
+from nanoengine.context import KVTarget, ReplayKey
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cuda_graph import CudaGraphs
 from nanoengine.models.activations import relu2
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.products import Norm, Product
-from nanoengine.models.rules import RecurrentNet
 
 
 class Kernels(Protocol):
@@ -24,9 +23,6 @@ class Kernels(Protocol):
     def gate_mul(self, gate_up: Tensor, activation: str, out: Tensor) -> None: ...
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
-    ) -> None: ...
-    def recurrence(
-        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
     ) -> None: ...
 
 
@@ -59,13 +55,6 @@ class KernelOps(LayerOps):
             return out
 
         return gated
-
-    def recurrence(
-        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext
-    ) -> Tensor:
-        out = x.new_empty(x.shape[0], net.shape.value_size)
-        self._kernels.recurrence(x, net, state, ctx, out)
-        return out
 
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
         return forward() if self._recorder is None else self._recorder.replay(key, forward)

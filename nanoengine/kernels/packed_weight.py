@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,8 @@ _NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
 _BF12 = "BF12"  # of cpu_bf12.h: bfloat16 in 12 bits
 # The formats of cpu_codes.h, in its order.
 _FORMATS = {name: number for number, name in enumerate(("", *FORMATS, *_NARROW.values(), _BF12))}
+# As layout_of in cpu_formats.h: whose functions serve formats that have none of their own.
+_LAYOUTS = {"IQ3_XXS": "IQ4_XS", "IQ3_S": "IQ4_XS", "IQ1": "IQ2"}
 GROUP = 32
 # Weights of a block of 12 bits each, and the most that these take of what the numbers take.
 _BLOCK_WEIGHTS = 1024
@@ -46,6 +49,14 @@ CALL = struct.Struct("=4Q5q")
 _SOURCE = struct.Struct("=2Q7q")
 _ARENA_BYTES = 64 << 20
 _PAGE_BYTES = 2 << 20
+
+
+def held_bits(formats: Iterable[str], dtype: torch.dtype) -> int:
+    """HELD of cpu_formats.h: a bit for each layout of these formats, and of the numbers that are
+    held in 16 bits beside activations of this dtype.
+    """
+    narrow = _NARROW.values() if dtype is torch.float32 else ()
+    return sum(1 << _FORMATS[name] for name in {_LAYOUTS.get(n, n) for n in (*formats, *narrow)})
 
 
 class WeightArena:
@@ -204,11 +215,12 @@ class WeightPacker:
         tape: CallTape,
         workspace: Workspace,
         dtype: torch.dtype,
-        with_codes: bool,
+        formats: frozenset[str],
         has_tiles: bool,
         rounds_rows: bool,
     ) -> None:
-        """dtype: of activations. has_tiles: there are matrix tiles, and they may be used.
+        """dtype: of activations. formats: of codes that the library multiplies with, keys of
+        FORMATS. has_tiles: there are matrix tiles, and they may be used.
         rounds_rows: products with codes are of rows rounded to 8 bits.
         """
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
@@ -224,7 +236,7 @@ class WeightPacker:
             library.pack_bf12.argtypes = [ctypes.c_char_p, pointer, pointer]
             library.pack_bf12.restype = None
         self._library, self._tape = library, tape
-        self._dtype, self._with_codes, self._has_tiles = dtype, with_codes, has_tiles
+        self._dtype, self._formats, self._has_tiles = dtype, formats, has_tiles
         self._rounds_rows = rounds_rows
         self._has_byte_tiles = library.allow_byte_tiles() == 0
         self._arena, self._workspace = WeightArena(library), workspace
@@ -316,8 +328,12 @@ class WeightPacker:
         activations.
         """
         code_format = format_of(weights[0])
-        if code_format and not self._with_codes:
-            raise EngineError("codes are packed by kernels that were loaded with_codes")
+        if code_format and code_format not in self._formats:
+            held = ", ".join(sorted(self._formats)) or "numbers alone"
+            raise EngineError(
+                f"a weight is codes of {code_format}, and these products were loaded for {held}: "
+                "name it among the formats of CpuLinear.load"
+            )
         rows = [each.rows if isinstance(each, CodedRows) else each for each in weights]
         if not code_format:
             rows = self.narrowed(rows)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from nanoengine.context import KVTarget
 from nanoengine.kernels.power_of_two import power_of_two
-from nanoengine.kernels.triton_recurrence import recurrence
 
 
 @triton.jit
@@ -114,8 +113,6 @@ def _clamped_swiglu(gate_up, out, row_size, SIZE: tl.constexpr, STEP: tl.constex
 
 class TritonKernels:
     """Launches the kernels."""
-
-    recurrence = staticmethod(recurrence)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """out = x / rms(x) * weight over the last dimension; see CpuKernels.rms_norm.

@@ -250,16 +250,14 @@ def gated_norm(
     tl.store(out + token * (GROUPS * SIZE) + at, result.to(dtype), mask=mask)
 
 
-def recurrence(
-    x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
-) -> None:
-    """As rules.recurrence, into out, which is contiguous; the rows of x may have a stride.
+def recurrence(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:
+    """As rules.recurrence; the rows of x may have a stride.
 
     A short convolution has no steps: a few operators of PyTorch, whatever the length of a prompt.
     """
     if isinstance(net, ShortConvNet):
-        out.copy_(short_conv(x, net, state, ctx))
-        return
+        return short_conv(x, net, state, ctx)
+    out = x.new_empty(len(x), net.shape.value_size)
     shape, is_delta, is_kimi = net.shape, isinstance(net, DeltaNet), isinstance(net, KimiNet)
     bias, skip, gate_by = None, None, 1.0
     if isinstance(net, MambaNet):
@@ -290,6 +288,7 @@ def recurrence(
         shape.channels, groups, size, pad(size), is_delta, is_kimi, shape.norm,
         num_warps=min(16, max(1, pad(size) // 256)),
     )  # fmt: skip
+    return out
 
 
 def blocks_of(shape: RecurrentConfig) -> tuple[int, int]:

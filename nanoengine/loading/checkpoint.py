@@ -91,10 +91,12 @@ class CheckpointReader:
 
     others: tensors of a wrapper that are not its text model's. dtypes: those that are read, by
     their names in a file. packing: of weights that are dequantised, in words; "": none are.
+    codes: the formats that packed weights may get, keys of FORMATS; beside those of code_format.
     """
 
     dtypes: Mapping[str, torch.dtype] = DTYPES
     packing = ""
+    codes: frozenset[str] = frozenset()
 
     def __init__(self, folder: Path, is_wrapped: bool = False) -> None:
         """is_wrapped: there is a text model with others beside; its tensors get the names that they
@@ -280,12 +282,11 @@ class CheckpointReader:
         those in memory.
         """
         packing = "MXFP4" if any(part.scales for part in self._parts.values()) else self.packing
-        if not packing:
-            return ""
-        return (
-            f"{packing}, dequantised: {in_gib(self.num_bytes())} stored are {in_gib(num_bytes)} in "
-            'memory; quantization="int8" halves those of 16 bits, and rounds'
-        )
+        grown = f"{in_gib(self.num_bytes())} stored are {in_gib(num_bytes)} in memory"
+        if packing:
+            hint = 'quantization="int8" halves those of 16 bits, and rounds'
+            return f"{packing}, dequantised: {grown}; {hint}"
+        return f"dequantised as they are loaded: {grown}" if self._formats else ""
 
     def _slice(self, stored: str) -> Any:
         return self._files[self._file_of[stored]].get_slice(stored)

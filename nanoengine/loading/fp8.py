@@ -74,6 +74,7 @@ class Fp8Reader(CheckpointReader):
 
     dtypes = DTYPES | {"F8_E4M3": torch.float8_e4m3fn}
     packing = "FP8"
+    codes = frozenset(("FP8",))
 
     def __init__(self, folder: Path, is_wrapped: bool, block: tuple[int, int]) -> None:
         """block: rows and columns that share a scale, where not all do."""

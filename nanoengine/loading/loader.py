@@ -206,15 +206,18 @@ def _as_tied(config: ModelConfig, folder: Path, dtype: torch.dtype) -> ModelConf
         return replace(config, tie_word_embeddings=torch.equal(embeddings, head))
 
 
-def holds_codes(folder: Path) -> bool:
-    """Whether some tensors in `folder` are codes; False, too, if `load_model` will refuse it."""
+def code_formats(folder: Path) -> frozenset[str]:
+    """The formats of the codes in `folder`, keys of FORMATS, as far as headers say: some of these
+    weights may be numbers. None, too, if `load_model` will refuse the folder.
+    """
     try:
         with _open(folder, is_wrapped=False) as reader:
-            return isinstance(reader, Fp8Reader | PackedReader | Nf4Reader) or any(
-                reader.code_format(name) or name.endswith(PACKED_EXPERTS) for name in reader.names()
-            )
+            names = reader.names()
+            found = reader.codes.union(map(reader.code_format, names)) - {""}
+            are_mxfp4 = any(name.endswith(PACKED_EXPERTS) for name in names)
+            return found | {"MXFP4"} if are_mxfp4 else found
     except ModelLoadError:
-        return False
+        return frozenset()
 
 
 class DummyWeights:

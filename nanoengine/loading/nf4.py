@@ -58,6 +58,7 @@ class Nf4Reader(CheckpointReader):
     """Gives weights in NF4 as float32, or as codes, and all others as they are stored."""
 
     packing = "NF4"
+    codes = frozenset(("NF4",))
 
     def __init__(self, folder: Path, is_wrapped: bool) -> None:
         super().__init__(folder, is_wrapped)

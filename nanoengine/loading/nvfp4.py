@@ -92,7 +92,7 @@ class Nvfp4Reader(Fp8Reader):
     def __init__(self, folder: Path, is_wrapped: bool) -> None:
         super().__init__(folder, is_wrapped, BLOCK)
         self._packed = {stored for stored in self._file_of if self._is_packed(stored)}
-        self.packing = "NVFP4"
+        self.packing, self.codes = "NVFP4", frozenset(("FP8", "NVFP4"))
         stems = {_stem(stored) for stored in self._packed}
         both = sorted(stored for stored in self._packed if self._has_numbers_too(stored))
         if both:

@@ -160,6 +160,7 @@ class PackedReader(CheckpointReader):
     def __init__(self, folder: Path, is_wrapped: bool, packed: PackedFormat) -> None:
         super().__init__(folder, is_wrapped)
         self._format, self.packing = packed, f"{packed.method} in {packed.bits} bits"
+        self.codes = frozenset((f"INT{packed.bits}",))
         integers, *others = packed.names
         ends = tuple(f".{name}" for name in (*others, "weight_shape"))
         packs = {name.removesuffix(integers) for name in self._parts if name.endswith(integers)}

@@ -33,6 +33,8 @@ from nanoengine.models.stored_codes import Weight, joined, numbers_of
 
 # (x, attended) -> the next layer's qkv, or x after the last layer. Adds to x in place.
 AfterAttention = Callable[[Tensor, Tensor], Tensor]
+# (x, state, ctx) -> what the rule gives. Replaces the state.
+Recurrence = Callable[[Tensor, RecurrentState, ForwardContext], Tensor]
 
 
 class LayerOps(Protocol):
@@ -217,11 +219,9 @@ class LayerOps(Protocol):
         """
         multiply_heads(x, gates)
 
-    def recurrence(
-        self, x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext
-    ) -> Tensor:
-        """As rules.recurrence."""
-        return recurrence(x, net, state, ctx)
+    def recurrence(self, net: RecurrentNet) -> Recurrence:
+        """As rules.recurrence, of this net."""
+        return lambda x, state, ctx: recurrence(x, net, state, ctx)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """[rows, vocab] -> int64 [rows]: the first place of the largest value, NaN above all."""

@@ -186,11 +186,11 @@ class RecurrentLayer:
 
     def __init__(self, ops: LayerOps, layer: int, net: RecurrentNet) -> None:
         """layer: counted among the recurrent ones."""
-        self._ops, self._layer, self._net = ops, layer, net
+        self._ops, self._layer, self._run = ops, layer, ops.recurrence(net)
 
     def __call__(self, projected: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
         """[tokens, sum(shape.sizes)] -> [tokens, value_heads x value_dim]. Nothing is rotated."""
-        return self._ops.recurrence(projected, self._net, ctx.kv.state(self._layer), ctx)
+        return self._run(projected, ctx.kv.state(self._layer), ctx)
 
 
 AnyAttention = Attention | SharedKVAttention | LatentAttention | RecurrentLayer

@@ -23,18 +23,25 @@ from nanoengine.devices.gpu import find_graphs
 from nanoengine.devices.select import make_device
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.errors import ConfigError, ModelNotFoundError
-from nanoengine.kernels.c_build import SOURCE, KernelBuildError, Source, build_together
+from nanoengine.kernels.c_build import (
+    SOURCE,
+    KernelBuildError,
+    Source,
+    build_together,
+    find_compiler,
+)
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.kernels.cpu_linear import CpuLinear, is_supported, products_source
+from nanoengine.kernels.cpu_linear import CpuLinear, products_source, why_not
 from nanoengine.kernels.cpu_ops import CpuOps, PackedOps
 from nanoengine.kernels.cuda_graph import CudaGraphs, graph_size
 from nanoengine.kernels.packed_weight import INTEGER_FORMATS
 from nanoengine.kv.step_planner import StepPadding
 from nanoengine.loading.find_model import find_model, is_dequantised, is_gguf
 from nanoengine.loading.generation_config import read_sampling_params
-from nanoengine.loading.loader import LoadedModel, holds_codes, load_model
+from nanoengine.loading.loader import LoadedModel, code_formats, load_model
 from nanoengine.models.layer_ops import LayerOps, TorchOps
+from nanoengine.models.make_codes import FORMAT
 from nanoengine.models.shard import Sharding
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, streams
@@ -135,13 +142,11 @@ def _why_numbers(config: EngineConfig, device: Device) -> str:
     if device.name != "cpu":
         takes_codes = choose_ops(config, device, None, dtype).takes_codes
         return "" if takes_codes else f"codes need Triton on {device.name}, which has none"
-    kernels, reason = find_kernels(config, device, None, dtype, with_codes=True)
-    if kernels is not None:
-        try:
-            _load_code_products(config, kernels.tape, dtype)
-        except KernelBuildError as error:
-            reason = str(error)
-    return reason
+    try:
+        find_compiler()
+    except KernelBuildError as error:
+        return str(error)
+    return why_not(dtype)
 
 
 def load_compute_parts(
@@ -152,16 +157,14 @@ def load_compute_parts(
     if config.kv_offload_dtype == "bf12":
         _check_bf12(device)
     method = config.quantization
-    wants_codes = method not in (None, "none")
-    if method is None and device.name == "cpu":  # a GPU's operations take both
-        wants_codes = holds_codes(folder)
-    tape = sharding.tape if sharding else None
-    kernels, no_kernels = find_kernels(config, device, tape, dtype, wants_codes)
-    _warn_of_slowness(no_kernels)
-    ops = _code_ops(config, device, wants_codes, kernels or no_kernels, dtype)
-    ops = ops or choose_ops(config, device, kernels, dtype)
-    if method == "gguf" and config.load_format != "dummy" and not holds_codes(folder):
+    formats = _code_formats(config, folder)
+    if method == "gguf" and config.load_format != "dummy" and not formats:
         raise no_codes(method)
+    tape = sharding.tape if sharding else None
+    kernels, no_kernels = find_kernels(config, device, tape, dtype, formats)
+    _warn_of_slowness(no_kernels)
+    ops = _code_ops(config, device, formats, kernels or no_kernels, dtype)
+    ops = ops or choose_ops(config, device, kernels, dtype)
     model = load_model(folder, config, device.torch_device, dtype, ops, sharding)
     if method in ("int8", "gguf") and not model.codes:
         raise no_codes(method)
@@ -233,16 +236,16 @@ def find_kernels(
     device: Device,
     tape: CallTape | None,
     dtype: torch.dtype,
-    with_codes: bool,
+    formats: frozenset[str],
 ) -> tuple[CpuKernels | None, str]:
     """The C kernels, or None and the reason if they cannot be used. tape: records their calls.
-    config, dtype, with_codes: say which products will be loaded, which are compiled beside it.
+    config, dtype, formats: say which products will be loaded, which are compiled beside it.
     """
     if device.name != "cpu":
         return None, ""
-    if dtype is torch.float32 or is_supported():
-        rounds_rows = with_codes and _rounds_rows(config)
-        build_together(Source(SOURCE), products_source(dtype, with_codes, rounds_rows))
+    if not why_not(dtype):
+        rounds_rows = bool(formats) and _rounds_rows(config)
+        build_together(Source(SOURCE), products_source(dtype, formats, rounds_rows))
     try:
         return CpuKernels.load(tape=tape), ""
     except KernelBuildError as error:
@@ -277,23 +280,24 @@ def _rounds_rows(config: EngineConfig) -> bool:
     return config.activation_dtype == "int8"
 
 
-def _load_code_products(config: EngineConfig, tape: CallTape, dtype: torch.dtype) -> CpuLinear:
-    """Products with codes. Raises KernelBuildError."""
-    rounds_rows = _rounds_rows(config)
-    return CpuLinear.load(tape, dtype=dtype, with_codes=True, rounds_rows=rounds_rows)
+def _code_formats(config: EngineConfig, folder: Path) -> frozenset[str]:
+    """The formats of codes that weights have here, or shall have: keys of FORMATS."""
+    if config.quantization == "int8":
+        return frozenset((FORMAT,))
+    return frozenset() if config.quantization == "none" else code_formats(folder)
 
 
 def _code_ops(
     config: EngineConfig,
     device: Device,
-    wants_codes: bool,
+    formats: frozenset[str],
     kernels: CpuKernels | str,
     dtype: torch.dtype,
 ) -> LayerOps | None:
     """Operations that multiply with codes, where weights are; None where none can.
 
-    wants_codes: weights are codes, or shall be. kernels: or the reason for having none. Raises
-    ConfigError if `quantization` needs them.
+    formats: of the codes. kernels: or the reason for having none. Raises ConfigError if
+    `quantization` needs them.
     """
     method = config.quantization
     if device.name != "cpu" and config.activation_dtype:
@@ -306,13 +310,17 @@ def _code_ops(
         raise ConfigError(
             f"quantization={method!r} needs Triton on {device.name}, which has none; leave it out"
         )
-    if not wants_codes:
+    if not formats:
         if config.activation_dtype:
             raise ConfigError(_asked_rows(config))
         return None
     if not isinstance(kernels, str):
         try:
-            return PackedOps(kernels, _load_code_products(config, kernels.tape, dtype))
+            rounds_rows = _rounds_rows(config)
+            products = CpuLinear.load(
+                kernels.tape, dtype=dtype, formats=formats, rounds_rows=rounds_rows
+            )
+            return PackedOps(kernels, products)
         except KernelBuildError as error:
             kernels = str(error)
     if method is None and config.activation_dtype is None:

@@ -81,7 +81,7 @@ assert logging.getLogger("nanoengine").handlers == [] or "--log-level" in sys.ar
 @pytest.mark.parametrize(
     ("flags", "lines"),
     [
-        ([], ["compiling kernels, once: 10 to 30 seconds ...", "of interest"]),
+        ([], ["compiling kernels, once: 5 to 20 seconds ...", "of interest"]),
         (["--quiet"], ["of interest"]),
         (["--log-level", "warning"], ["WARNING nanoengine.loading.find_model: of interest"]),
     ],

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from compile_codes import compiled, spilled_bytes
 from recurrent_layers import make_net, make_state, run_step, some_rows
-from torch import Tensor
 
 from nanoengine.config.model import RecurrentConfig
-from nanoengine.context import ForwardContext, RecurrentState
+from nanoengine.context import RecurrentState
 from nanoengine.kernels.triton_recurrence import recurrence
 from nanoengine.models.rules import RecurrentNet
 
@@ -31,12 +30,6 @@ SHAPES = {
 }
 
 
-def on_a_gpu(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:
-    out = x.new_empty(len(x), net.shape.value_size)
-    recurrence(x, net, state, ctx, out)
-    return out
-
-
 def main(dtype_name: str, capabilities: str) -> None:
     dtype = getattr(torch, dtype_name)
     for name, shape in SHAPES.items():
@@ -44,7 +37,7 @@ def main(dtype_name: str, capabilities: str) -> None:
 
         def step(*lengths: int, net: RecurrentNet = net, state: RecurrentState = state) -> None:
             x, slots = some_rows(net, state.inputs.dtype, *lengths), range(len(lengths))
-            run_step(on_a_gpu, net, state, x, [9] * len(lengths), slots)
+            run_step(recurrence, net, state, x, [9] * len(lengths), slots)
 
         for capability in map(int, capabilities.split(",")):
             decode = compiled(lambda step=step: step(1), capability)

@@ -14,7 +14,7 @@ from marks import EMULATED, OURS, emulate, named, needs_compiler, use_our_produc
 from torch import Tensor
 
 from nanoengine.errors import EngineError
-from nanoengine.kernels import cpu_linear
+from nanoengine.kernels import cpu_linear, packed_weight
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
@@ -29,8 +29,9 @@ F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(64, 256), (33, 512), (200, 768)]
 # bfloat16 is done in C where this CPU lacks it: in pairs, and in matrix tiles.
 MACHINES = ["float32", *(OURS or ["bfloat16"])]
+ALL = frozenset(FORMATS)
 # Multiplied as they are in vectors of bfloat16: those of up to 6 bits.
-SUMMED = {*FORMATS} - {"Q8_0", "INT8", "FP8", "NVFP4", "NF4"}
+SUMMED = ALL - {"Q8_0", "INT8", "FP8", "NVFP4", "NF4"}
 
 
 @pytest.fixture(scope="module", params=MACHINES)
@@ -41,7 +42,7 @@ def packer(build_folder: Path, request: pytest.FixtureRequest) -> CpuLinear:
             emulate(patch, request.param)
         elif dtype is BF16:
             use_our_products(patch)
-        return CpuLinear.load(CallTape(), build_folder, (), dtype, with_codes=True)
+        return CpuLinear.load(CallTape(), build_folder, (), dtype, formats=ALL)
 
 
 def normal(packer: CpuLinear, *shape: int, seed: int = 0) -> Tensor:
@@ -256,7 +257,7 @@ def test_a_smaller_vector_has_the_same_bits(build_folder):
     if not EMULATED and not cpu_linear.is_supported():
         pytest.skip("no AVX-512 to compare with")
     both = [
-        CpuLinear.load(CallTape(), build_folder, flags, F32, with_codes=True)
+        CpuLinear.load(CallTape(), build_folder, flags, F32, formats=ALL)
         for flags in ((), ("-march=haswell",))
     ]
     for name in FORMATS:
@@ -266,6 +267,25 @@ def test_a_smaller_vector_has_the_same_bits(build_folder):
             assert same_bits(*(packer.pack(weight)(x) for packer in both))
     ends = CodedWeight((rows_at_both_ends(),), F32)
     assert same_bits(*(packer.pack(ends).gather_rows(torch.arange(3)) for packer in both))
+
+
+def test_a_library_of_some_formats_gives_their_bits_and_refuses_others(build_folder, monkeypatch):
+    """IQ3_S and IQ1 have the functions of IQ4_XS and IQ2."""
+    whole = CpuLinear.load(CallTape(), build_folder, (), F32, formats=ALL)
+    monkeypatch.setattr(cpu_linear, "held_bits", packed_weight.held_bits)
+    held = frozenset(("Q5_0", "IQ3_S", "IQ1"))
+    part = CpuLinear.load(CallTape(), build_folder, (), F32, formats=held)
+    for name in sorted(held):
+        weight = random_weight(name, 100, 512, F32)
+        for rows in (1, 2, 7, 40):
+            x = torch.randn(rows, 512)
+            assert same_bits(part.pack(weight)(x), whole.pack(weight)(x))
+    for name in sorted(ALL - held):
+        with pytest.raises(EngineError, match=rf"codes of {name}, and .* for IQ1, IQ3_S, Q5_0: "):
+            part.pack(random_weight(name, 64, 256, F32))
+    numbers = CpuLinear.load(CallTape(), build_folder, (), F32)
+    with pytest.raises(EngineError, match=r"codes of Q5_0, and .* for numbers alone: "):
+        numbers.pack(random_weight("Q5_0", 64, 256, F32))
 
 
 def test_codes_take_the_bytes_of_the_file(packer):

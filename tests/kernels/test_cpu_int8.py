@@ -37,7 +37,9 @@ if platform.machine() == "x86_64":
 
 def load(folder: Path, build: str = "native", dtype: torch.dtype = F32) -> CpuLinear:
     flags = BUILDS[build]
-    return CpuLinear.load(CallTape(), folder, flags, dtype, with_codes=True, rounds_rows=True)
+    return CpuLinear.load(
+        CallTape(), folder, flags, dtype, formats=frozenset(FORMATS), rounds_rows=True
+    )
 
 
 @pytest.fixture(scope="module", params=BUILDS)
@@ -151,7 +153,7 @@ def test_zeros_and_the_least_numbers_give_zeros(packer: CpuLinear) -> None:
 def test_codes_that_are_no_integers_are_multiplied_as_numbers(
     build_folder: Path, name: str
 ) -> None:
-    exact = CpuLinear.load(CallTape(), build_folder, (), F32, with_codes=True)
+    exact = CpuLinear.load(CallTape(), build_folder, (), F32, formats=frozenset(FORMATS))
     weight, x = random_weight(name, 64, 256, F32), normal(7, 256)
     assert same_bits(load(build_folder).pack(weight)(x), exact.pack(weight)(x))
 

@@ -33,12 +33,13 @@ from nanoengine.models.experts import (
     route,
 )
 from nanoengine.models.layer_ops import TorchOps
-from nanoengine.models.stored_codes import CodedWeight, joined
+from nanoengine.models.stored_codes import FORMATS, CodedWeight, joined
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 
 # (outputs, inputs): a whole panel, parts of one, several; k odd, short, of whole matrix tiles (32),
 # and of several chunks.
+ALL = frozenset(FORMATS)
 SHAPES = [(64, 32), (1, 1), (33, 7), (31, 2), (200, 61), (576, 576), (70, 4101), (97, 2048)]
 
 
@@ -263,7 +264,7 @@ def test_rows_may_lie_apart(packer, k):
 def test_rows_of_outputs_may_lie_pages_apart(build_folder, monkeypatch, code_format):
     """Many such rows are written one by one in matrix tiles."""
     use_tiles(monkeypatch)
-    packer = CpuLinear.load(CallTape(), build_folder, with_codes=bool(code_format))
+    packer = CpuLinear.load(CallTape(), build_folder, formats=ALL if code_format else frozenset())
     outputs, inputs, tokens = 330, 1280, 40
     weight = normal(outputs, inputs)
     if code_format:
@@ -428,7 +429,7 @@ def test_experts_without_a_gate_in_one_call_are_as_one_by_one(packer, kernels, h
 
 @pytest.mark.parametrize("formats", [("Q4_K", "Q6_K"), ("Q8_0", "Q4_0")], ids="-".join)
 def test_experts_of_codes_without_a_gate_in_one_call(build_folder, kernels, formats):
-    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, with_codes=True)
+    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, formats=ALL)
     coded = coded_experts((formats[0], *formats), 5, 256, 512, torch.float32)
     weights = [replace(expert, gate=None) for expert in coded]
     compare_experts(packer, kernels, 512, 256, 5, 2, weights, activation="relu2")
@@ -436,7 +437,7 @@ def test_experts_of_codes_without_a_gate_in_one_call(build_folder, kernels, form
 
 def test_experts_of_mxfp4_with_biases_in_one_call(build_folder, kernels):
     """As gpt-oss has them."""
-    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, with_codes=True)
+    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, formats=ALL)
     weights = coded_experts(("MXFP4",) * 3, 5, 64, 96, torch.float32)
     for seed, expert in enumerate(weights):
         biases = tuple(normal(size, seed=seed).float() for size in (128, 96))
@@ -498,7 +499,7 @@ def test_experts_of_codes_in_one_call_are_as_one_by_one(
 ):
     if dtype is torch.bfloat16:
         use_our_products(monkeypatch)
-    packer = CpuLinear.load(CallTape(), build_folder, dtype=dtype, with_codes=True)
+    packer = CpuLinear.load(CallTape(), build_folder, dtype=dtype, formats=ALL)
     weights = coded_experts(formats, 9, 256, 512, dtype)
     compare_experts(packer, kernels, 512, 256, 9, 2, weights)
 
@@ -506,7 +507,7 @@ def test_experts_of_codes_in_one_call_are_as_one_by_one(
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "clamped_swiglu"])
 def test_gate_and_up_of_two_formats_in_one_call(build_folder, kernels, activation):
     """With biases; sizes that no vector fills."""
-    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, with_codes=True)
+    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, formats=ALL)
     weights = coded_experts(("Q4_0", "Q8_0", "Q4_0"), 5, 32, 96, torch.float32)
     for seed, expert in enumerate(weights):
         biases = tuple(normal(size, seed=seed).float() for size in (64, 96))
@@ -515,7 +516,7 @@ def test_gate_and_up_of_two_formats_in_one_call(build_folder, kernels, activatio
 
 
 def test_experts_with_rows_of_mixed_formats_go_one_by_one(build_folder, kernels):
-    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, with_codes=True)
+    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, formats=ALL)
     weights = coded_experts(("Q4_0", "Q8_0", "Q4_0"), 3, 64, 96, torch.float32)
     weights[1] = replace(weights[1], up=joined([weights[1].up[:32], weights[1].gate[:32]]))
     compare_experts(packer, kernels, 96, 64, 3, 2, weights, Experts)

@@ -49,7 +49,7 @@ def kernels_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_triton(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:
     """As engines call it on a GPU."""
-    return GpuOps(None).recurrence(x, net, state, ctx)
+    return GpuOps(None).recurrence(net)(x, state, ctx)
 
 
 def assert_near(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:

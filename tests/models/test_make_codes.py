@@ -19,6 +19,7 @@ from checkpoints import reference, reference_logits
 from driver import Driver, host_gib
 from gguf import GGMLQuantizationType as QuantType
 from marks import needs_compiler
+from quantised import mixed_gguf
 from replays import watch_replays
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -290,20 +291,34 @@ def test_weights_are_held_whole_one_layer_at_a_time(
 @needs_compiler
 @pytest.mark.parametrize("method", ["int8", "gguf"])
 def test_bfloat16_needs_a_cpu_that_multiplies_it(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
+    model = mixed_gguf(tiny("llama"), tmp_path / "gguf" / "m.gguf", "llama")
     monkeypatch.setattr(cpu_linear, "is_supported", lambda: False)
     with pytest.raises(ConfigError, match=f'{method}.*no AVX512-BF16: set dtype="float32"'):
-        make_engine(tiny("llama"), method, dtype="bfloat16")
+        make_engine(model, method, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("method", ["int8", "gguf"])
 def test_without_a_compiler_the_error_says_so(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
+    model = mixed_gguf(tiny("llama"), tmp_path / "gguf" / "m.gguf", "llama")
     monkeypatch.setattr(c_build.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=f"{method}.*no C compiler found.*: install gcc"):
-        make_engine(tiny("llama"), method)
+        make_engine(model, method)
+
+
+def test_codes_become_numbers_where_the_compiler_fails(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    engine = make_engine(mixed_gguf(tiny("llama"), tmp_path / "gguf" / "m.gguf", "llama"), None)
+    assert "; dequantised as they are loaded: 0.00 GiB stored are " in str(engine.plan)
+    engine.close()
 
 
 @needs_compiler

@@ -23,37 +23,33 @@ from torch import Tensor
 
 from nanoengine import SamplingParams
 from nanoengine.config.model import AnyRecurrent, RecurrentConfig
-from nanoengine.context import ForwardContext, RecurrentState
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.kernels.cpu_recurrence import CpuRecurrence
 from nanoengine.kv.block_manager import Block
 from nanoengine.kv.state_slots import StateSnapshots
 from nanoengine.models.mamba import MambaNet
-from nanoengine.models.rules import RecurrentNet, recurrence
+from nanoengine.models.rules import recurrence
 from nanoengine.models.short_conv import ShortConvNet
 from nanoengine.startup import memory_plan
 
 
-def rules(kernels: CpuKernels) -> dict[str, Rule]:
-    def in_c(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:
-        out = x.new_empty(len(x), net.shape.value_size)
-        kernels.recurrence(x, net, state, ctx, out)
-        return out
-
-    return {"C": in_c, "PyTorch": recurrence}
+def rules(folder: Path, kernels: CpuKernels) -> dict[str, Rule]:
+    in_c = CpuRecurrence.load(kernels.tape, folder)
+    return {"C": in_c.run, "PyTorch": recurrence}
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_kernel_computes_what_pytorch_does(
-    kernels: CpuKernels, shape: AnyRecurrent, dtype: torch.dtype
+    build_folder: Path, kernels: CpuKernels, shape: AnyRecurrent, dtype: torch.dtype
 ) -> None:
     """New sequences and others, decodes and a prompt of several windows, in one step."""
     net = make_net(shape)
     x, done, slots = some_rows(net, dtype, 1, 69, 2, 1), (0, 0, 7, 9), (4, 1, 0, 3)
     found: dict[str, list[Tensor]] = {}
-    for name, rule in rules(kernels).items():
+    for name, rule in rules(build_folder, kernels).items():
         state = make_state(shape, dtype)
         found[name] = [*run_step(rule, net, state, x, done, slots), state.inputs, state.memory]
     tolerance = 1e-5 if dtype is torch.float32 else 0.03
@@ -65,9 +61,9 @@ def test_the_kernel_computes_what_pytorch_does(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_bits_do_not_depend_on_cuts_batch_or_threads(
-    kernels: CpuKernels, shape: AnyRecurrent, dtype: torch.dtype
+    build_folder: Path, kernels: CpuKernels, shape: AnyRecurrent, dtype: torch.dtype
 ) -> None:
-    rule, net = rules(kernels)["C"], make_net(shape)
+    rule, net = rules(build_folder, kernels)["C"], make_net(shape)
     rows, mate = some_rows(net, dtype, 61, 40)
     whole = make_state(shape, dtype)
     (want,) = run_step(rule, net, whole, [rows], [0], [2])

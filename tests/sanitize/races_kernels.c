@@ -1,7 +1,8 @@
-/* cpu_kernels.c on two threads: for ThreadSanitizer, and against its own results on one. */
+/* cpu_kernels.c and cpu_recurrence.c on two threads: for ThreadSanitizer, and against its own results on one. */
 #include "team.h"
 
 #include "cpu_kernels.c"
+#include "cpu_recurrence.c"
 
 enum { MOST_SEQS = 40 };
 

@@ -6,7 +6,7 @@
 #if defined(MODE) || (defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__))
 #define IS_DONE_HERE
 #endif
-#define WITH_CODES 1
+#define HELD (1 << Q4_0)
 #define WITH_ROUNDED 1
 #include "cpu_linear.c"
 

@@ -13,7 +13,7 @@ from marks import needs_compiler
 from quantised import mixed_gguf
 
 from nanoengine.config.engine import EngineConfig
-from nanoengine.kernels import c_build, cpu_kernels, cpu_linear
+from nanoengine.kernels import c_build, cpu_kernels, cpu_linear, packed_weight
 from nanoengine.kernels.c_build import Source, build_together
 from nanoengine.startup import parts
 
@@ -118,6 +118,7 @@ def test_what_is_compiled_together_is_what_is_loaded(
     settings: dict[str, Any],
     dtype: str,
 ) -> None:
+    monkeypatch.setattr(cpu_linear, "held_bits", packed_weight.held_bits)
     together: list[Source] = []
     loaded: list[Source] = []
     load = c_build.load_library

@@ -1,11 +1,15 @@
 /* Recurrent layers on the CPU: a causal convolution, the gated delta rule (arXiv 2412.06464) and a gated
- * norm in one call, or the convolution alone; included by cpu_kernels.c.
+ * norm in one call, or the convolution alone. A library of its own: few models want it, and it takes GCC seconds.
  *
  * Every token is one step of the rule, in order: the bits of a row depend on its sequence alone. A column
  * of a head's matrix depends on the same column of v alone, so columns are computed in stripes: of the delta
  * rule in the first cache while tokens go through, of Mamba-2, whose rows do not wait for each other, a few rows
  * at a time in registers.
  */
+#include <omp.h>
+
+#include "cpu_vectors.h"
+
 enum { STRIPE = 4, DELTA_STRIPE = 2 }; /* vectors of columns; of the delta rule, so that three sums fit registers */
 enum { ROWS_HELD = LANES == 16 ? 4 : 1 }; /* of a stripe of Mamba-2, in registers while tokens pass by */
 enum { TOKENS = 16 }; /* whose q and k are kept */
@@ -14,7 +18,7 @@ enum { AFTER_GATE, BEFORE_GATE, NO_NORM }; /* Mamba-2's norm, as in models/mamba
 enum { MAMBA, DELTA, SHORT_CONV, KIMI }; /* rules: Mamba-2's, the gated delta rule, LFM2's convolution alone,
                                          * the delta rule with a decay of each channel of a key */
 
-typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step; strides in elements */
+typedef struct { /* filled by cpu_recurrence.py with struct.pack: keep both in step; strides in elements */
     /* [tokens, channels + values + 2 * heads]: q, k, v; z; b; a, or dt of Mamba-2. Of KIMI a is [heads,
      * key_dim], as dt_bias then is. Of a short convolution [tokens, 3 * channels]: B, C, x. */
     const void *x;
@@ -225,6 +229,17 @@ INLINE void step_stripe(const delta_args *a, const head_t *h, int64_t head, floa
     else step_columns(h, s, stride, dim, v, all, 0, min64(vecs, DELTA_STRIPE), n);
 }
 
+/* Functions of their own: inlined for rows of both kinds of numbers they take GCC seconds more. They have a copy of
+ * h, which what they store cannot change. */
+static __attribute__((noinline)) void step_whole_stripe(const delta_args *a, const head_t h, int64_t head, float *s,
+                                                        float *v) {
+    step_stripe(a, &h, head, s, v, STRIPE, LANES);
+}
+static __attribute__((noinline)) void step_vector(const delta_args *a, const head_t h, int64_t head, float *s, float *v,
+                                                  int n) {
+    step_stripe(a, &h, head, s, v, 1, n);
+}
+
 /* Of the delta rule, which rounds in between and has a gate of silu, and of KIMI, with a sigmoid. */
 INLINE void norm_head(const delta_args *a, int64_t token, int64_t head, const float *x, int mode) {
     const int64_t dim = a->value_dim, place = head * dim;
@@ -312,9 +327,9 @@ INLINE void delta_head(const delta_args *a, const run_t *r, int64_t head, float 
         for (int64_t t = 0; t < h.count; t++) bring_token(a, first + t, head, t, q, k, &h, mode);
         int64_t d = 0;
         for (; d + vecs * LANES <= a->value_dim; d += vecs * LANES)
-            step_stripe(a, &h, head, s + d, v + d, STRIPE, LANES);
+            step_whole_stripe(a, h, head, s + d, v + d);
         for (; d < a->value_dim; d += LANES)
-            step_stripe(a, &h, head, s + d, v + d, 1, min64(a->value_dim - d, LANES));
+            step_vector(a, h, head, s + d, v + d, (int)min64(a->value_dim - d, LANES));
         for (int64_t t = 0; t < h.count && a->rule != MAMBA; t++) norm_head(a, first + t, head, v + t * all, mode);
     }
 }
