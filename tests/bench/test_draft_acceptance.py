@@ -142,6 +142,7 @@ def test_acceptance_is_of_drafts_after_right_ones() -> None:
     assert acceptance([counts], "x") == [1.0, 0.5, *10 * [None]]
 
 
+@pytest.mark.breadth
 def test_it_writes_a_file_and_prints_its_table(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,7 @@ def record(path: Path) -> int:
     return SIZES["num_prompts"] * NUM_TOKENS
 
 
+@pytest.mark.breadth
 def test_an_offline_run_beside_the_clients_of_a_stand_in(
     tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def test_codes_that_are_made_on_a_gpu(
     assert_as_on_a_cpu(source, "int8", "int8 (lossy): ", settings)
 
 
+@pytest.mark.breadth
 def test_heads_in_the_order_of_a_gguf_on_a_gpu(tiny: Tiny, tmp_path: Path) -> None:
     """A CPU, which tests/models/test_recurrent_codes.py compares with transformers, says so."""
     model = GGUFModel(tiny("qwen3.5"))

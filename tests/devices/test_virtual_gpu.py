@@ -141,6 +141,7 @@ def test_greedy_ids_are_those_of_transformers_and_a_step_waits_once(
     made.close()
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     "settings", [RESIDENT, pytest.param(STREAMED, marks=pytest.mark.breadth)], ids=str
 )
@@ -263,6 +264,7 @@ def test_guesses_and_logprobs_are_those_of_a_cpu(
             assert all(abs(a[i].logprob - b[i].logprob) < 1e-4 for i in a)
 
 
+@pytest.mark.breadth
 def test_states_go_back_on_the_device(gpu: VirtualGpu, tiny: Callable[[str], Path]) -> None:
     """A recurrent state is kept and taken back without a wait: tokens are those of a CPU that does
     not guess.

@@ -310,7 +310,9 @@ def test_what_was_drafted_is_checked_and_no_number_is_chosen_twice(
 # -- whether it pays
 
 
-@pytest.mark.parametrize("link_s", [0.5, 2.0, 20.0, 200.0])
+@pytest.mark.parametrize(
+    "link_s", [2.0, *(pytest.param(s, marks=pytest.mark.breadth) for s in (0.5, 20.0, 200.0))]
+)
 @pytest.mark.parametrize("right", [0.3, 0.8, 0.95])
 def test_turns_cost_next_to_nothing_where_they_do_not_pay(
     monkeypatch: pytest.MonkeyPatch, link_s: float, right: float

@@ -88,6 +88,7 @@ def test_bits_depend_on_no_drafter(
     assert_no_drafter_shows(tiny("llama"), monkeypatch, settings)
 
 
+@pytest.mark.breadth
 @needs_no_gpu
 @pytest.mark.parametrize(
     "settings",

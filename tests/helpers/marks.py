@@ -51,8 +51,10 @@ if HAS_TILES:
 # The same of smaller machines than this one.
 SMALLER: dict[str, tuple[str, ...]] = {}
 if platform.machine() == "x86_64":
-    SMALLER["avx512"] = ("-mno-avx512bf16",)
-    SMALLER["avx2"] = ("-mno-avx512f",)
+    if cpu_linear.is_supported():
+        SMALLER["avx512"] = ("-mno-avx512bf16",)
+    if b"avx512f" in cpu_flags().split():
+        SMALLER["avx2"] = ("-mno-avx512f",)
     SMALLER["generic"] = ("-march=x86-64",)
 elif platform.machine() == "aarch64":
     SMALLER["generic"] = ("-march=armv8-a",)

@@ -211,6 +211,7 @@ def test_a_prefix_is_forgotten_last(tiny: Tiny) -> None:
     assert_all_free(made.kv)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_cached_makes_room(tiny: Tiny, seed: int) -> None:
     """Both tiers are as small as the longest request allows, round after round; hits go on."""

@@ -93,7 +93,8 @@ def test_a_row_is_drawn_alone() -> None:
     assert ((together >= 0) & (together < VOCAB)).all()
 
 
-@pytest.mark.parametrize("vocab", [200, 700])  # all of them are collected, or too many
+# All of them are collected, or too many.
+@pytest.mark.parametrize("vocab", [200, pytest.param(700, marks=pytest.mark.breadth)])
 def test_of_equal_logits_the_first_are_kept(vocab: int) -> None:
     logits, keys = torch.zeros(12, vocab), [draw_key(1, at) for at in range(12)]
     for rules, kept in (

@@ -67,28 +67,15 @@ def test_the_reference_is_the_same_with_any_guess(tiny: Callable[[str], Path]) -
 @pytest.mark.parametrize(
     "name",
     [
-        *("apertus", "cohere2", "falcon-h1", "falcon-h1-norm"),
+        *("falcon-h1", "gemma3-softcap", "gpt-oss", "kimi-linear", "lfm2", "qwen3.5"),
         *(
-            "gemma",
-            "gemma2",
-            "vaultgemma",
-            "gemma3",
-            "gemma3-softcap",
-            "gpt-oss",
-            "granite",
-            "ministral3",
-            "olmo2",
+            pytest.param(name, marks=pytest.mark.breadth)
+            for name in (
+                *("apertus", "cohere2", "falcon-h1-norm", "gemma", "gemma2", "vaultgemma"),
+                *("gemma3", "granite", "ministral3", "olmo2", "granite-hybrid", "lfm2-moe"),
+                *("qwen3.5-moe", "nemotron-h-moe", *LATER),
+            )
         ),
-        *(
-            "granite-hybrid",
-            "kimi-linear",
-            "lfm2",
-            "lfm2-moe",
-            "qwen3.5",
-            "qwen3.5-moe",
-            "nemotron-h-moe",
-        ),
-        *(pytest.param(name, marks=pytest.mark.breadth) for name in LATER),
     ],
 )
 def test_bfloat16_is_as_near_as_transformers_own(tiny: Callable[[str], Path], name: str) -> None:

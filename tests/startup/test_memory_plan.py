@@ -390,6 +390,7 @@ def test_a_recurrent_layer_holds_what_is_planned(
     assert measured <= estimated <= (2.4 if config == SHORT_CONVS else 1.8) * measured
 
 
+@pytest.mark.breadth
 @needs_compiler
 def test_the_inputs_of_all_layers_are_planned(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -236,7 +236,8 @@ def test_two_gpus_guess_by_the_model_s_own_head(
     assert said[0] == said[1] and len(said[0]) > 10
 
 
-@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.breadth), 1])
+@pytest.mark.breadth
+@pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_with_late_copies_replays_what_the_other_does(
     gpus: list[VirtualGpu], monkeypatch: pytest.MonkeyPatch, tiny: Tiny, late: int
 ) -> None:
@@ -327,6 +328,7 @@ def test_a_rank_that_dies_is_an_error_and_no_hang(
     made.close()
 
 
+@pytest.mark.breadth
 def test_memory_is_planned_for_the_fullest_gpu(
     gpus: list[VirtualGpu], monkeypatch: pytest.MonkeyPatch, tiny: Tiny
 ) -> None:
@@ -403,19 +405,15 @@ def test_what_is_missing_is_said_before_a_process_starts(
         engine(tiny("llama"), size, device=name)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("name", "way"),
     [
         ("qwen3-moe", "resident"),
-        *(
-            pytest.param(name, way, marks=pytest.mark.breadth)
-            for name, way in (
-                ("qwen3-moe", "streamed"),
-                ("qwen3-moe", "eager"),
-                ("gpt-oss", "codes"),
-                *((name, "resident") for name in MIXTURES),
-            )
-        ),
+        ("qwen3-moe", "streamed"),
+        ("qwen3-moe", "eager"),
+        ("gpt-oss", "codes"),
+        *((name, "resident") for name in MIXTURES),
     ],
 )
 def test_mixtures_have_the_bits_of_one_gpu(

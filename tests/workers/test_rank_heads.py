@@ -79,10 +79,15 @@ def run(engine: LLMEngine) -> list[Any]:
     "name",
     [
         "qwen3.5",
-        "glm4-moe",
         *(
             pytest.param(name, marks=pytest.mark.breadth)
-            for name in ("qwen3.5-moe", "qwen3-next-moe", "deepseek-v3", "glm4-moe-lite")
+            for name in (
+                "glm4-moe",
+                "qwen3.5-moe",
+                "qwen3-next-moe",
+                "deepseek-v3",
+                "glm4-moe-lite",
+            )
         ),
     ],
 )

@@ -167,7 +167,10 @@ def alone(folder: Path, dtype: str, way: str) -> list[list[Scores]]:
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=[pytest.mark.breadth] * (way == "drafts")) for way in WAYS],
+    [
+        pytest.param(way, marks=[pytest.mark.breadth] * (way in ("drafts", "checked", "in place")))
+        for way in WAYS
+    ],
 )
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.breadth)])
 def test_ranks_have_the_bits_of_one_process(tiny: Tiny, way: str, size: int) -> None:
@@ -224,15 +227,16 @@ def test_three_ranks(tmp_path: Path, name: str, settings: dict[str, Any], way: s
     assert run(tmp_path, 3, **WAYS[way]) == run(tmp_path, 1, **WAYS[way])
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("name", "way"),
     [
         *((name, "resident") for name in ("llama-tied", "qwen3-moe", "olmo3", "gemma4-shared")),
         ("qwen3.5", "guesses"),
-        pytest.param("gemma3", "resident", marks=pytest.mark.breadth),
-        pytest.param("phi3", "resident", marks=pytest.mark.breadth),
-        pytest.param("qwen3.5", "chunks and preemption", marks=pytest.mark.breadth),
-        pytest.param("gemma4", "streamed", marks=pytest.mark.breadth),
+        ("gemma3", "resident"),
+        ("phi3", "resident"),
+        ("qwen3.5", "chunks and preemption"),
+        ("gemma4", "streamed"),
     ],
 )
 def test_in_bfloat16(tiny: Tiny, name: str, way: str) -> None:
