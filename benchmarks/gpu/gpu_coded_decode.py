@@ -15,6 +15,7 @@ from benchmarks.gpu.gpu_codes import random_codes
 from benchmarks.gpu.gpu_measure import Row, Scale, running, time_decode, time_prefill, token_bytes
 from nanoengine.loading.loader import DummyWeights
 from nanoengine.models.stored_codes import CodedRows, CodedWeight, Weight
+from nanoengine.startup import parts
 
 # Formats by a part of a tensor's name, the first that fits; "": of all other matrices. Q4_K_M has
 # Q6_K for half of the values and of down; here it has it in every second layer.
@@ -77,7 +78,9 @@ def random_weights(formats: Mapping[str, str], scale: Scale) -> Iterator[dict[st
         sizes["read"] += 0 if "embed" in name else weight.nbytes
         return weight
 
-    with mock.patch.object(DummyWeights, "part", part):
+    held = frozenset(formats.values()) - {"none"}  # a CPU compiles these
+    found = mock.patch.object(parts, "code_formats", lambda folder: held)
+    with found, mock.patch.object(DummyWeights, "part", part):
         yield sizes
 
 

@@ -157,7 +157,7 @@ def load_compute_parts(
     if config.kv_offload_dtype == "bf12":
         _check_bf12(device)
     method = config.quantization
-    formats = _code_formats(config, folder)
+    formats = _code_formats(config, device, folder)
     if method == "gguf" and config.load_format != "dummy" and not formats:
         raise no_codes(method)
     tape = sharding.tape if sharding else None
@@ -280,11 +280,14 @@ def _rounds_rows(config: EngineConfig) -> bool:
     return config.activation_dtype == "int8"
 
 
-def _code_formats(config: EngineConfig, folder: Path) -> frozenset[str]:
+def _code_formats(config: EngineConfig, device: Device, folder: Path) -> frozenset[str]:
     """The formats of codes that weights have here, or shall have: keys of FORMATS."""
-    if config.quantization == "int8":
+    method = config.quantization
+    if method == "int8":
         return frozenset((FORMAT,))
-    return frozenset() if config.quantization == "none" else code_formats(folder)
+    if method == "none" or (method is None and device.name != "cpu"):  # a GPU compiles none apart
+        return frozenset()
+    return code_formats(folder)
 
 
 def _code_ops(
