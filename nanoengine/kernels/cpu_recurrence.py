@@ -24,6 +24,7 @@ from nanoengine.models.short_conv import ShortConvNet
 
 SOURCE = Path(__file__).with_name("cpu_recurrence.c")
 _DELTA_ARGS = struct.Struct("=14Q12q3d")  # one field per member of delta_args, in that order
+_IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 _RULES = (MambaNet, DeltaNet, ShortConvNet, KimiNet)  # as numbered in cpu_recurrence.c
 # Of the nets of these, in the order of delta_args.
 _OF_NETS = ("conv", "decay", "dt_bias", "norm", "conv_bias", "skip")
@@ -61,7 +62,7 @@ class CpuRecurrence:
         packed = _DELTA_ARGS.pack(
             *(0 if tensor is None else tensor.data_ptr() for tensor in pointed_to),
             *(len(ctx.kv_lens), len(x), x.stride(0), *_heads_of(net.shape), net.shape.conv_size),
-            *(x.dtype is torch.bfloat16, torch.get_num_threads(), _RULES.index(type(net))),
+            *(_IS_BF16[x.dtype], torch.get_num_threads(), _RULES.index(type(net))),
             NORMS.index(net.shape.norm) if isinstance(net, MambaNet) else 0,
             getattr(net, "eps", 0.0),
             *(getattr(net, name, 1.0) for name in ("gate_by", "step_by")),
