@@ -119,7 +119,7 @@ INLINE int64_t up_to_line(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 INLINE float scale_of(const attend_args *a) { return a->softcap ? 1.0f : (float)a->scale; }
 
 /* Of `count` vectors. Compiled once for both ways, so that no two loops can round differently. */
-static __attribute__((noinline)) void cap_scores(const attend_args *a, float *scores, int64_t count) {
+NOINLINE void cap_scores(const attend_args *a, float *scores, int64_t count) {
     const vf within = splat((float)(a->scale / a->softcap)), cap = splat((float)a->softcap);
     for (float *end = scores + count * LANES; scores < end; scores += LANES)
         store(scores, tanhv(load(scores) * within) * cap);

@@ -9,7 +9,8 @@
  * Memory: [where each block begins, and the last one ends: uint32, in lines of 64 bytes][tables][blocks], each
  * part from a whole line on. Blocks lie in the order [panel][16 inputs]. A block is, for each of 8 words of k, a
  * line of codes, those of half a panel lower, and a line of lower bytes for each half panel; then lines of others.
- * It is read from its first byte to its last: the CPU's own prefetching is all it needs.
+ * It is read from its first byte to its last: the CPU's own prefetching is all it needs, where vectors are of 512
+ * bits.
  *
  * For matrix tiles a block is 32 outputs x 32 inputs, in the order [half panel][32 inputs]: where half panels take
  * turns above, words of k do here.
@@ -19,172 +20,21 @@
  */
 #ifndef NANOENGINE_CPU_BF12_H
 #define NANOENGINE_CPU_BF12_H
-#include "cpu_lookup.h"
-
-enum { LINE = 64, UPPER_BYTES = 16, OTHER = UPPER_BYTES - 1 };
-enum { BLOCK_WORDS = 8, BLOCK_K = 2 * BLOCK_WORDS, TILED_BLOCK_K = 2 * BLOCK_K };
-enum { BLOCK_VECTORS = 2 * BLOCK_WORDS, NUMBERS_BYTES = 2 * LINE * BLOCK_VECTORS }; /* of 64 weights; of a block */
-enum { WORD_LINES = 3, LEAST_LINES = WORD_LINES * BLOCK_WORDS };
-
-typedef struct { /* rows to pack, of one weight or of gate and up, filled by packed_weight.py; strides in bytes */
-    const char *rows[2];
-    int64_t strides[2], parts, outputs, k, is_tiled, threads;
-} source_t;
-
-typedef struct { /* the memory of a packed weight */
-    uint32_t *starts;
-    uint8_t *tables; /* [block][UPPER_BYTES] */
-    char *lines;
-} bf12_t;
-
-INLINE int64_t starts_bytes(int64_t blocks) { return ceil_div(4 * (blocks + 1), LINE) * LINE; }
-INLINE int64_t tables_bytes(int64_t blocks) { return ceil_div(UPPER_BYTES * blocks, LINE) * LINE; }
-
-INLINE bf12_t bf12_at(const char *p, int64_t blocks) {
-    char *tables = (char *)p + starts_bytes(blocks);
-    return (bf12_t){(uint32_t *)p, (uint8_t *)tables, tables + tables_bytes(blocks)};
-}
-
-#if LANES == 16 && defined(__AVX512VBMI2__)
-#define HAVE_BF12 1
-#else
-#define HAVE_BF12 0
-#endif
-int has_bf12(void) { return HAVE_BF12; }
+#include "cpu_bf12_packing.h"
 
 #if HAVE_BF12
-/* ---- packing ---------------------------------------------------------------------------------- */
-
-/* Of a block: [word of k][half panel], or for tiles [word of k]. Bytes are in the order that
- * _mm512_unpacklo_epi8 and _mm512_unpackhi_epi8 want. */
-typedef struct { __m512i lower[BLOCK_VECTORS], upper[BLOCK_VECTORS]; } block_bytes_t;
-
-INLINE int64_t count_blocks(const source_t *s) {
-    return ceil_div(ceil_div(s->outputs, LANES) * s->parts, PANEL / LANES) * (s->k / BLOCK_K);
-}
-
-/* 16 words of k, from input k on, of 16 outputs, which are run `run` of all panels. Outputs that there are not
- * have zeros. */
-INLINE void take_run(const source_t *s, int64_t run, int64_t k, __m512i *words) {
-    const int64_t part = run % s->parts, first = run / s->parts * LANES;
-    const char *rows = s->rows[part] + first * s->strides[part] + 2 * k;
-    turn(rows, s->strides[part], max64(0, min64(LANES, s->outputs - first)), (char *)words, LINE);
-}
-
-/* 64 weights of a block: a word of k of 16 outputs, and of 16 others. */
-INLINE void split_words(block_bytes_t *bytes, int i, __m512i a, __m512i b) {
-    const __m512i lower = _mm512_set1_epi16(255);
-    bytes->lower[i] = _mm512_packus_epi16(_mm512_and_si512(a, lower), _mm512_and_si512(b, lower));
-    bytes->upper[i] = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
-}
-
-INLINE block_bytes_t split_block(const source_t *s, int64_t block) {
-    enum { VECTORS = PANEL / LANES };
-    const int64_t steps = s->k / BLOCK_K, run = block / steps * VECTORS, k = block % steps * BLOCK_K;
-    const int64_t first = k / (2 * LANES) * 2 * LANES, skipped = (k - first) / 2;
-    __m512i words[VECTORS][LANES];
-    block_bytes_t bytes;
-    for (int v = 0; v < VECTORS; v++) take_run(s, run + v, first, words[v]);
-    UNROLL for (int i = 0; i < BLOCK_VECTORS; i++) {
-        const int64_t word = skipped + i / 2, v = i % 2 * 2;
-        split_words(&bytes, i, words[v][word], words[v + 1][word]);
-    }
-    return bytes;
-}
-INLINE block_bytes_t split_tiled_block(const source_t *s, int64_t block) {
-    const int64_t steps = s->k / TILED_BLOCK_K, run = block / steps * 2, k = block % steps * TILED_BLOCK_K;
-    __m512i words[2][LANES];
-    block_bytes_t bytes;
-    for (int v = 0; v < 2; v++) take_run(s, run + v, k, words[v]);
-    UNROLL for (int i = 0; i < BLOCK_VECTORS; i++) split_words(&bytes, i, words[0][i], words[1][i]);
-    return bytes;
-}
-INLINE block_bytes_t block_bytes_of(const source_t *s, int64_t block) {
-    return s->is_tiled ? split_tiled_block(s, block) : split_block(s, block);
-}
-
-/* The table of a block. Returns how many weights are others. */
-INLINE int64_t find_table(const block_bytes_t *block, uint8_t *table) {
-    uint64_t left[BLOCK_VECTORS];
-    int64_t counts[256], found = 0, others = 0;
-    uint8_t bytes[256];
-    memset(left, 255, sizeof left);
-    for (int i = 0; i < BLOCK_VECTORS; i++)
-        for (; left[i]; found++) {
-            bytes[found] = ((const uint8_t *)&block->upper[i])[__builtin_ctzll(left[i])], counts[found] = 0;
-            const __m512i byte = _mm512_set1_epi8((char)bytes[found]);
-            for (int j = i; j < BLOCK_VECTORS; j++) {
-                const uint64_t equal = _mm512_mask_cmpeq_epi8_mask(left[j], block->upper[j], byte);
-                left[j] ^= equal, counts[found] += __builtin_popcountll(equal);
-            }
-        }
-    const int64_t held = found > UPPER_BYTES ? OTHER : found;
-    for (int64_t n = 0; n < held; n++) { /* the most frequent ones first */
-        int64_t most = n;
-        for (int64_t i = n + 1; i < found; i++)
-            if (counts[i] > counts[most]) most = i;
-        table[n] = bytes[most], bytes[most] = bytes[n], counts[most] = counts[n];
-    }
-    memset(table + held, 0, (size_t)(UPPER_BYTES - held));
-    for (int64_t n = held; n < found; n++) others += counts[n];
-    return others;
-}
-
-/* Write a block, of whose weights so many are others. */
-INLINE void put_block(const block_bytes_t *block, const uint8_t *table, int64_t others, char *to) {
-    char last[LINE * (BLOCK_VECTORS + 1)];
-    int64_t n = 0;
-    memset(last, 0, sizeof last);
-    for (int i = 0; i < BLOCK_VECTORS; i += 2, to += WORD_LINES * LINE) {
-        __m512i codes[2];
-        UNROLL for (int h = 0; h < 2; h++) {
-            const __m512i upper = block->upper[i + h];
-            codes[h] = _mm512_set1_epi8(OTHER);
-            for (int c = UPPER_BYTES - 1 - (others > 0); c >= 0; c--) {
-                const __mmask64 has_it = _mm512_cmpeq_epi8_mask(upper, _mm512_set1_epi8((char)table[c]));
-                codes[h] = _mm512_mask_mov_epi8(codes[h], has_it, _mm512_set1_epi8((char)c));
-            }
-            const __mmask64 is_other = _mm512_cmpeq_epi8_mask(codes[h], _mm512_set1_epi8(OTHER));
-            _mm512_storeu_si512(last + n, _mm512_maskz_compress_epi8(is_other, upper));
-            n += others ? __builtin_popcountll(is_other) : 0;
-            _mm512_storeu_si512(to + (1 + h) * LINE, block->lower[i + h]);
-        }
-        _mm512_storeu_si512(to, _mm512_or_si512(codes[0], _mm512_slli_epi16(codes[1], 4)));
-    }
-    memcpy(to, last, (size_t)(ceil_div(others, LINE) * LINE));
-}
-
-/* Where each block would begin, and the last one end: `starts` has room for one more than there are. Returns the
- * bytes of all, with a line to read beyond. */
-int64_t measure_bf12(const source_t *s, uint32_t *starts) {
-    const int64_t blocks = count_blocks(s);
-#pragma omp parallel for num_threads((int)s->threads) schedule(static)
-    for (int64_t i = 0; i < blocks; i++) {
-        uint8_t table[UPPER_BYTES];
-        const block_bytes_t bytes = block_bytes_of(s, i);
-        starts[i + 1] = (uint32_t)(LEAST_LINES + ceil_div(find_table(&bytes, table), LINE));
-    }
-    starts[0] = 0;
-    for (int64_t i = 0; i < blocks; i++) starts[i + 1] += starts[i];
-    return starts_bytes(blocks) + tables_bytes(blocks) + (starts[blocks] + 1) * (int64_t)LINE;
-}
-
-/* Pack at `to`, as measured. */
-void pack_bf12(const source_t *s, const uint32_t *starts, char *to) {
-    const int64_t blocks = count_blocks(s);
-    const bf12_t weight = bf12_at(to, blocks);
-    memcpy(weight.starts, starts, (size_t)(blocks + 1) * sizeof *starts);
-#pragma omp parallel for num_threads((int)s->threads) schedule(static)
-    for (int64_t i = 0; i < blocks; i++) {
-        uint8_t *table = weight.tables + i * UPPER_BYTES;
-        const block_bytes_t bytes = block_bytes_of(s, i);
-        const int64_t others = find_table(&bytes, table);
-        put_block(&bytes, table, others, weight.lines + (int64_t)starts[i] * LINE);
-    }
-}
-
 /* ---- products --------------------------------------------------------------------------------- */
 
+INLINE int has_others(bf12_t weight, int64_t block) {
+    return weight.starts[block + 1] - weight.starts[block] > LEAST_LINES;
+}
+
+enum { STEPS = MODE == F32 ? 2 : 1 }; /* that `multiply` makes of a word of a block */
+
+/* What step `step` takes of a word's pairs: all of it, or one of two numbers. */
+INLINE vf of_step(vf pairs, int step) { return MODE == F32 ? number((vu)pairs, step, BF16) : pairs; }
+
+#if LANES == 16
 typedef struct { /* of a block: what is next to read, its table, its next others */
     const char *from;
     __m512i table;
@@ -196,14 +46,6 @@ INLINE place_t block_of(bf12_t weight, int64_t block) {
     const __m128i *table = (const __m128i *)(weight.tables + block * UPPER_BYTES);
     return (place_t){from, _mm512_broadcast_i32x4(_mm_loadu_si128(table)), from + LEAST_LINES * LINE};
 }
-INLINE int has_others(bf12_t weight, int64_t block) {
-    return weight.starts[block + 1] - weight.starts[block] > LEAST_LINES;
-}
-
-enum { STEPS = MODE == F32 ? 2 : 1 }; /* that `multiply` makes of a word of a block */
-
-/* What step `step` takes of a word's pairs: all of it, or one of two numbers. */
-INLINE vf of_step(vf pairs, int step) { return MODE == F32 ? number((vu)pairs, step, BF16) : pairs; }
 
 /* The next word of a panel, as pairs. */
 INLINE void take_word(place_t *at, vf *pairs, const int with_others) {
@@ -327,5 +169,8 @@ static multiply_bf12_t *const BF12_MULTIPLIERS[][2] = {
     BF12_MULTIPLIER(1) BF12_MULTIPLIER(2) BF12_MULTIPLIER(3)
     BF12_MULTIPLIER(4) BF12_MULTIPLIER(5) BF12_MULTIPLIER(6)
 };
+#else
+#include "cpu_bf12_avx2.h"
+#endif
 #endif
 #endif

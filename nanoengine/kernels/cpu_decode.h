@@ -320,7 +320,7 @@ static void pack_queries(const decoded_t *d) {
 }
 
 /* Scores of n keys, the first at `pos`, become p. Inlined, it slows the loops around it by 2 %. */
-static __attribute__((noinline)) void softmax_of_decode(const decoded_t *d, int64_t pos, int n, soon_t *soon) {
+NOINLINE void softmax_of_decode(const decoded_t *d, int64_t pos, int n, soon_t *soon) {
     const attend_args *a = d->a;
     if (a->softcap) cap_rows(a, d->probs, d->all, n);
     for (int64_t first = 0; first < d->all; first += LANES) {

@@ -69,6 +69,9 @@ typedef struct { int64_t count; call_t calls[]; } calls_t; /* filled by packed_p
 enum { ITEM = MODE == F32 ? 4 : 2, GROUP_WORDS = GROUP * ITEM / 4 }; /* bytes of a number */
 /* Of 12 bits, whose blocks are 16 of k: words of k of a block as numbers, and the blocks that are 128 KiB. */
 enum { BLOCK12_WORDS = BLOCK_K * ITEM / 4, CHUNK_BLOCKS = (128 << 10) / (4 * PANEL * BLOCK12_WORDS) };
+/* With vectors of 256 bits: up to so many rows take 12 bits apart in registers; and the blocks, of 1.5 KiB, that stay in
+ * L1 while one register block of rows makes its passes. With more register blocks they are twice as many. */
+enum { FEW_OF_12 = 16, RUN_OF_12 = 4 };
 INLINE int64_t words_of(const weight_t *w) { return ceil_div(w->k * ITEM, 4); }
 
 /* Whether rows are rounded to 8 bits; a constant where nothing is compiled for it. */
@@ -99,20 +102,33 @@ INLINE const char *panel_of(const weight_t *w, int64_t column) {
 #if HAVE_BF12
 INLINE bf12_t in_12_bits(const weight_t *w) { return bf12_at(w->panels, columns_of(w) / PANEL * (w->k / BLOCK_K)); }
 
-/* As `unpack`, of a weight in 12 bits; to: [word of k][column]. */
+/* As `unpack`, of a weight in 12 bits; with vectors of 512 bits numbers lie side by side. */
 static void unpack_12_bits(const weight_t *w, int64_t column, int64_t columns, int64_t begin, int64_t end,
-                           char *to) {
+                           unpacked_t to) {
     const bf12_t held = in_12_bits(w);
     const int64_t first = column / PANEL * (w->k / BLOCK_K);
+#if LANES == 16
     unpack_bf12_t *const block = BF12_UNPACKERS[columns == PANEL ? BOTH_HALVES : column % PANEL / HALF];
-    for (int64_t i = begin * GROUP / BLOCK_K; i < end * GROUP / BLOCK_K; i++, to += 4 * BLOCK12_WORDS * columns)
-        block(held, first + i, to);
+    for (int64_t i = begin * GROUP / BLOCK_K; i < end * GROUP / BLOCK_K; i++, to.at += 4 * BLOCK12_WORDS * columns)
+        block(held, first + i, to.at);
+#else
+    enum { QUARTER = PANEL / QUARTERS };
+    const int quarter = (int)(column % PANEL / QUARTER), last = quarter + (int)(columns / QUARTER);
+    for (int64_t i = begin * GROUP / BLOCK_K; i < end * GROUP / BLOCK_K; i++) {
+        unpack_bf12(held, first + i, to, quarter, last);
+        to.at += i % 2 ? to.group - BLOCK_K * to.word : BLOCK_K * to.word; /* two blocks are a group */
+    }
+#endif
 }
 
 /* As `unpack_half`, of a weight in 12 bits. */
 static void unpack_half_12_bits(const weight_t *w, int64_t begin, int64_t end, char *to) {
+#if LANES == 16
     const bf12_t held = in_12_bits(w);
     for (; begin < end; begin++, to += NUMBERS_BYTES) unpack_bf12_tiled(held, begin, to);
+#else
+    (void)w, (void)begin, (void)end, (void)to; /* there are no tiles */
+#endif
 }
 
 INLINE const char *line_of_block(const weight_t *w, int64_t block) {
@@ -121,7 +137,7 @@ INLINE const char *line_of_block(const weight_t *w, int64_t block) {
 }
 #else
 static void unpack_12_bits(const weight_t *w, int64_t column, int64_t columns, int64_t begin, int64_t end,
-                           char *to) {
+                           unpacked_t to) {
     (void)w, (void)column, (void)columns, (void)begin, (void)end, (void)to;
 }
 static void unpack_half_12_bits(const weight_t *w, int64_t begin, int64_t end, char *to) {
@@ -139,7 +155,7 @@ INLINE int sums_codes(const weight_t *w) {
 static void unpack(const weight_t *w, int64_t column, int64_t columns, int64_t begin, int64_t end,
                    unpacked_t to) {
     if (w->format == BF12) {
-        unpack_12_bits(w, column, columns, begin, end, to.at);
+        unpack_12_bits(w, column, columns, begin, end, to);
         return;
     }
     const char *panel = panel_of(w, column);

@@ -226,8 +226,8 @@ static void sum_all_groups(const call_t *c, int64_t row, int64_t rows, scratch_t
 #endif
 
 /* The rows [row, row + rows), few, of the outputs [column, column + columns) of a weight of codes. */
-static void multiply_few(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
-                         float *acc) {
+NOINLINE void multiply_few(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
+                           float *acc) {
     const weight_t *w = c->w;
     const char *panel = panel_of(w, column);
     for (int64_t end = row + rows, n; row < end; row += n) {
@@ -248,8 +248,8 @@ INLINE int64_t rows_of_next(int64_t rows, int64_t blocks) {
 
 /* The rows [row, row + rows) of the outputs [column, column + columns), which are half a panel or one.
  * `is_warm` says that the panel was prefetched. */
-static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
-                           int is_warm, scratch_t *scratch) {
+NOINLINE void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
+                             int is_warm, scratch_t *scratch) {
     const weight_t *w = c->w;
     const int64_t all = words_of(w);
     const int64_t groups = ceil_div(rows, w->format == DENSE && rows <= ROWS ? COLD_ROWS : ROWS);
@@ -290,8 +290,8 @@ static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t c
 
 /* As multiply_block, of many rows and a weight that is no DENSE one. Numbers of a chunk are made as slices of TURN
  * outputs, and all rows pass by a slice, which is 16 KiB in L1, before the next one: so a chunk may be long. */
-static void multiply_sliced(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
-                            scratch_t *scratch) {
+NOINLINE void multiply_sliced(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
+                              scratch_t *scratch) {
 #if LANES == 8
     const weight_t *w = c->w;
     const int64_t all = words_of(w), blocks = ceil_div(rows, ROWS);
@@ -318,12 +318,48 @@ static void multiply_sliced(const call_t *c, int64_t row, int64_t rows, int64_t 
 #endif
 }
 
-#if HAVE_BF12
+#if HAVE_BF12 && LANES == 8
+/* Blocks from `block` on that go by together: up to `most` without others, or one that has some. */
+INLINE int64_t blocks_of_run(bf12_t weight, int64_t block, int64_t most) {
+    int64_t count = 0;
+    while (count < most && !has_others(weight, block + count)) count++;
+    return max64(count, 1);
+}
+
+/* As multiply_block, of a whole panel in 12 bits and up to FEW_OF_12 rows: five at once, or up to four at a time. A
+ * block with others becomes numbers. */
+NOINLINE void multiply_12_bits(const call_t *c, int64_t row, int64_t rows, int64_t column, int has_next,
+                               scratch_t *scratch) {
+    const bf12_t held = in_12_bits(c->w);
+    const int64_t all = c->w->k / BLOCK_K, first = column / PANEL * all, groups = rows == 5 ? 1 : ceil_div(rows, 4);
+    const int64_t most = groups == 1 ? RUN_OF_12 : 2 * RUN_OF_12;
+    (void)has_next; /* the next panel lies behind this one */
+    memset(scratch->acc, 0, (size_t)rows * PANEL * sizeof *scratch->acc);
+    for (int64_t at = 0, count; at < all; at += count) {
+        const int64_t block = first + at;
+        const int has_some = has_others(held, block);
+        count = blocks_of_run(held, block, min64(most, all - at));
+        const char *end = line_of_block(c->w, block + count);
+        memory_ahead_t next = {end, end + most * LEAST_LINES * LINE, groups * passes_of_12(rows)};
+        if (has_some) unpack_bf12(held, block, (unpacked_t){scratch->numbers, 4 * PANEL, 4 * TURN, 0}, 0, QUARTERS);
+        for (int64_t g = 0, r = 0, n; g < groups; g++, r += n) {
+            const char *x = c->x + (row + r) * c->x_stride + 4 * BLOCK_K * at;
+            float *acc = scratch->acc + r * PANEL;
+            n = (rows - r) / (groups - g);
+            if (at == 0) prefetch_out(c, row + r, n, column, PANEL);
+            if (has_some)
+                MULTIPLIERS[n - 1][1](scratch->numbers, 4 * PANEL, x, c->x_stride, BLOCK_K, 0, 0, (ahead_t){0}, acc);
+            else BF12_MULTIPLIERS[n - 1](held, block, block + count, x, c->x_stride, &next, acc);
+            if (at + count == all) finish_rows(c, row + r, (int)n, column, PANEL, acc, PANEL);
+        }
+    }
+}
+#elif HAVE_BF12
 /* As multiply_block, of a whole panel in 12 bits. Up to 12 rows take its numbers apart in registers, 6 at a
  * time; from 7 on both passes prefetch what comes next. Of more, the first ones keep the numbers for the others, whose
  * passes prefetch it. has_next: the same rows meet the next panel after this one. */
-static void multiply_12_bits(const call_t *c, int64_t row, int64_t rows, int64_t column, int has_next,
-                             scratch_t *scratch) {
+NOINLINE void multiply_12_bits(const call_t *c, int64_t row, int64_t rows, int64_t column, int has_next,
+                               scratch_t *scratch) {
     const weight_t *w = c->w;
     const bf12_t held = in_12_bits(w);
     const int64_t all = w->k / BLOCK_K, first = column / PANEL * all, groups = ceil_div(rows, ROWS);
@@ -354,8 +390,8 @@ static void multiply_12_bits(const call_t *c, int64_t row, int64_t rows, int64_t
     }
 }
 #else
-static void multiply_12_bits(const call_t *c, int64_t row, int64_t rows, int64_t column, int has_next,
-                             scratch_t *scratch) {
+NOINLINE void multiply_12_bits(const call_t *c, int64_t row, int64_t rows, int64_t column, int has_next,
+                               scratch_t *scratch) {
     (void)c, (void)row, (void)rows, (void)column, (void)has_next, (void)scratch;
 }
 #endif

@@ -231,12 +231,10 @@ INLINE void step_stripe(const delta_args *a, const head_t *h, int64_t head, floa
 
 /* Functions of their own: inlined for rows of both kinds of numbers they take GCC seconds more. They have a copy of
  * h, which what they store cannot change. */
-static __attribute__((noinline)) void step_whole_stripe(const delta_args *a, const head_t h, int64_t head, float *s,
-                                                        float *v) {
+NOINLINE void step_whole_stripe(const delta_args *a, const head_t h, int64_t head, float *s, float *v) {
     step_stripe(a, &h, head, s, v, STRIPE, LANES);
 }
-static __attribute__((noinline)) void step_vector(const delta_args *a, const head_t h, int64_t head, float *s, float *v,
-                                                  int n) {
+NOINLINE void step_vector(const delta_args *a, const head_t h, int64_t head, float *s, float *v, int n) {
     step_stripe(a, &h, head, s, v, 1, n);
 }
 

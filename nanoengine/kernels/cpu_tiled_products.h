@@ -92,7 +92,7 @@ static ahead_t ahead_of(const passes_t *p, int64_t g, int64_t steps, int is_warm
 /* As multiply_steps, of 12 bits taken apart on the way, from block `block` on; `numbers`: room for two blocks. */
 static void multiply_blocks(const call_t *c, int64_t row, int64_t n, int64_t at, int64_t steps, int64_t block,
                             char *numbers, ahead_t ahead, float *sums) {
-#if HAVE_BF12
+#if HAVE_BF12 && LANES == 16
     const side_t weights = {numbers, TILE_BYTES, 0};
     const product_t p = {rows_of_step(c, row, at), weights, STEP_BYTES / 2, steps, 4 * HALF};
     const bf12_t held = in_12_bits(c->w);

@@ -16,6 +16,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline)) /* where it would grow a function that GCC takes long for */
 #define UNROLL _Pragma("GCC unroll 16")
 
 enum { F32, BF16_WIDE, BF16_PAIRS, BF16_TILES };

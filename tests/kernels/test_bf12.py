@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import needs_compiler, use_our_products, use_tiles
+from marks import SMALLER, needs_compiler, smaller, use_our_products, use_tiles
 from torch import Tensor
 
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.kernels.cpu_linear import CpuLinear
+from nanoengine.kernels.cpu_linear import CpuLinear, is_supported
 from nanoengine.kernels.packed_product import PackedHead, PackedLinear, PackedProduct
 from nanoengine.kernels.packed_weight import ADD
 
@@ -22,18 +22,21 @@ SHAPES = [(64, 32), (33, 96), (200, 576), (70, 2080), (40, 2784)]
 ROWS = (1, 2, 5, 6, 7, 12, 13, 18, 33, 64, 150, 192, 200)
 
 
-@pytest.fixture(scope="module", params=["vectors", "float32", "tiles"])
+@pytest.fixture(scope="module", params=["vectors", "float32", "tiles", *smaller("avx2")])
 def packer(build_folder: Path, request: pytest.FixtureRequest) -> CpuLinear:
     """As machines without and with matrix tiles compile it. In float32 weights that fit bfloat16
-    are held so, too.
+    are held so, too, also with AVX2.
     """
     with pytest.MonkeyPatch.context() as patch:
-        (use_tiles if request.param == "tiles" else use_our_products)(patch)
-        dtype = torch.float32 if request.param == "float32" else torch.bfloat16
+        is_float32 = request.param in ("float32", "avx2")
+        if not is_float32 or is_supported():
+            (use_tiles if request.param == "tiles" else use_our_products)(patch)
+        dtype = torch.float32 if is_float32 else torch.bfloat16
         flags = () if request.param == "tiles" else ("-U__AMX_TILE__",)
+        flags += SMALLER["avx2"] if request.param == "avx2" else ()
         made = CpuLinear.load(CallTape(), build_folder, flags, dtype)
     if not made.holds_12_bits:
-        pytest.skip("no AVX512-VBMI2 here, which numbers in 12 bits are taken apart with")
+        pytest.skip("neither AVX512-VBMI2 nor AVX2 alone, which take numbers in 12 bits apart")
     return made
 
 
