@@ -210,7 +210,8 @@ INLINE void put_block(const block_bytes_t *block, const uint8_t *table, int64_t 
         UNROLL for (int v = 0; v < 4; v++) codes[v] = _mm256_set1_epi8(OTHER);
         for (int c = UPPER_BYTES - 1 - (others > 0); c >= 0; c--)
             UNROLL for (int v = 0; v < 4; v++) {
-                const __m256i has_it = _mm256_cmpeq_epi8(block->upper[i + v / 2].half[v % 2], _mm256_set1_epi8((char)table[c]));
+                const __m256i upper = block->upper[i + v / 2].half[v % 2];
+                const __m256i has_it = _mm256_cmpeq_epi8(upper, _mm256_set1_epi8((char)table[c]));
                 codes[v] = _mm256_blendv_epi8(codes[v], _mm256_set1_epi8((char)c), has_it);
             }
         for (int v = 0; v < 4 && others; v++) {

@@ -401,14 +401,15 @@ INLINE const char *prefetch_lines(const char *next, int64_t bytes) {
 }
 
 /* Sums of the most rows and vectors: GCC keeps no array in registers whose size is an argument. */
-typedef struct { vf of[FEW_ROWS][PANEL / LANES]; } strip_sums_t;
+enum { RUN_ROWS = 8 };
+typedef struct { vf of[RUN_ROWS][PANEL / LANES]; } strip_sums_t;
 
 /* s[r][v] += x[r] . w[v] over a group of k of the strip from `column` on, in the order of `multiply` in
- * cpu_products.h: but weights are numbers in registers only. Asks for `part` bytes from `next` on, eight times, and
- * returns what comes after them; or NULL. */
+ * cpu_products.h: but weights are numbers in registers only. The last row lies to_last bytes after the first one. Asks
+ * for `part` bytes from `next` on, eight times, and returns what comes after them; or NULL. */
 INLINE const char *add_group_of(const char *panel, const levels_t *levels, int64_t group, int64_t column, const char *x,
-                                int64_t x_stride, const char *next, int64_t part, strip_sums_t *s, const int rows,
-                                const int vecs, const int format) {
+                                int64_t x_stride, int64_t to_last, const char *next, int64_t part, strip_sums_t *s,
+                                const int rows, const int vecs, const int format) {
     const int64_t per_block = FORMAT[format].weights / GROUP, g = group % per_block;
     block_t b[PANEL / LANES];
     scales_t scales[PANEL / LANES];
@@ -426,7 +427,7 @@ INLINE const char *add_group_of(const char *panel, const levels_t *levels, int64
                 UNROLL for (int v = 0; v < vecs; v++)
                     w[v] = weights(four[v], n, scales[v].d[h], scales[v].m[h], levels, format);
                 UNROLL for (int r = 0; r < rows; r++) {
-                    const vf a = (vf)splat_i(*(const word_t *)(x + r * x_stride));
+                    const vf a = (vf)splat_i(*(const word_t *)(x + (r < rows - 1 ? r * x_stride : to_last)));
                     UNROLL for (int v = 0; v < vecs; v++)
                         s->of[r][v] = MODE == F32 ? fused(a, w[v], s->of[r][v]) : dot_pairs(s->of[r][v], a, w[v]);
                 }
@@ -440,6 +441,7 @@ INLINE void multiply_codes(const char *panel, const levels_t *levels, int64_t gr
                            const char *x, int64_t x_stride, float *acc, const int rows, const int format) {
     enum { GROUP_BYTES = GROUP * (MODE == F32 ? 4 : 2) };
     const int width = strip_of(rows), vecs = width / LANES;
+    const int64_t to_last = (rows - 1) * x_stride;
     const levels_t own = *levels; /* no store may change it */
     const char *next = column == 0 ? panel + CODES_AHEAD : NULL;
 #define EACH_SUM_OF_STRIP UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++)
@@ -450,7 +452,8 @@ INLINE void multiply_codes(const char *panel, const levels_t *levels, int64_t gr
             for (int64_t c = 0; c < columns; c += width) {
                 strip_sums_t s;
                 EACH_SUM_OF_STRIP s.of[r][v] = group ? load(AT_STRIP) : (vf){0};
-                next = add_group_of(panel, &own, group, column + c, x, x_stride, next, part, &s, rows, vecs, format);
+                next = add_group_of(panel, &own, group, column + c, x, x_stride, to_last, next, part, &s, rows, vecs,
+                                    format);
                 EACH_SUM_OF_STRIP store(AT_STRIP, s.of[r][v]);
             }
         return;
@@ -459,7 +462,7 @@ INLINE void multiply_codes(const char *panel, const levels_t *levels, int64_t gr
         strip_sums_t s;
         EACH_SUM_OF_STRIP s.of[r][v] = (vf){0};
         for (int64_t group = 0; group < groups; group++)
-            next = add_group_of(panel, &own, group, column + c, x + group * GROUP_BYTES, x_stride, next,
+            next = add_group_of(panel, &own, group, column + c, x + group * GROUP_BYTES, x_stride, to_last, next,
                                 group_bytes(format) / 8, &s, rows, vecs, format);
         EACH_SUM_OF_STRIP store(AT_STRIP, s.of[r][v]);
     }
@@ -487,6 +490,44 @@ typedef void multiply_codes_t(const char *, const levels_t *, int64_t, int64_t, 
 EACH_FORMAT(MULTIPLIERS_OF)
 /* By format, and rows - 1. */
 static multiply_codes_t *const CODE_MULTIPLIERS[FORMATS][FEW_ROWS] = {EACH_FORMAT(LISTED)};
+
+#if LANES == 8
+/* acc[r][c] += x[r] . w[c] of 5 to RUN_ROWS rows over the groups [begin, end), which are in L1: the sums of LANES
+ * outputs lie in registers at a time, and each LANES outputs ask for their share of what is next. `rows` is even, as GCC
+ * takes half a second for each number of rows: the last row may be the one before it once more. */
+INLINE void multiply_run(const char *panel, const levels_t *levels, int64_t begin, int64_t end, int64_t column,
+                         int64_t columns, const char *x, int64_t x_stride, int64_t to_last, memory_ahead_t *next,
+                         float *acc, const int rows, const int format) {
+    const levels_t own = *levels;
+    for (int64_t c = 0; c < columns; c += LANES) {
+        ahead_t ahead = share_of_pass(next, end - begin);
+        strip_sums_t s;
+        UNROLL for (int r = 0; r < rows; r++) s.of[r][0] = begin ? load(acc + r * PANEL + c) : (vf){0};
+        for (int64_t group = begin; group < end; group++) {
+            prefetch_ahead(&ahead, 1);
+            add_group_of(panel, &own, group, column + c, x + group * 4 * GROUP, x_stride, to_last, NULL, 0, &s, rows, 1,
+                         format);
+        }
+        UNROLL for (int r = 0; r < rows; r++) store(acc + r * PANEL + c, s.of[r][0]);
+    }
+}
+#define MULTIPLY_RUN(format, rows)                                                                  \
+    static void multiply_run_##format##_##rows(const char *panel, const levels_t *levels, int64_t begin, \
+                                               int64_t end, int64_t column, int64_t columns,        \
+                                               const char *x, int64_t x_stride, int64_t to_last,    \
+                                               memory_ahead_t *next, float *acc) {                  \
+        if (IS_HELD(format))                                                                        \
+            multiply_run(panel, levels, begin, end, column, columns, x, x_stride, to_last, next, acc,  \
+                         rows, format);                                                             \
+    }
+#define RUNS_OF(format) MULTIPLY_RUN(format, 6) MULTIPLY_RUN(format, 8)
+EACH_FORMAT(RUNS_OF)
+typedef void multiply_run_t(const char *, const levels_t *, int64_t, int64_t, int64_t, int64_t, const char *, int64_t,
+                            int64_t, memory_ahead_t *, float *);
+#define LISTED_RUNS(format) [format] = {multiply_run_##format##_6, multiply_run_##format##_8},
+/* By format, and whether rows are 7 or 8. */
+static multiply_run_t *const RUN_MULTIPLIERS[FORMATS][2] = {EACH_FORMAT(LISTED_RUNS)};
+#endif
 
 /* 2^(code - 127) as a bfloat16; 255 is no number. */
 INLINE uint16_t power_of(uint8_t code) { return code == 0 ? 0x40 : code == 255 ? 0x7fc0 : code << 7; }

@@ -57,7 +57,8 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
         const int by_codes = go_by_codes(rows, c->w->format);
         const int is_sliced = LANES == 8 && rows >= SLICED_ROWS && !by_codes && c->w->format != DENSE;
         const int is_12 = c->w->format == BF12 && (LANES == 16 || rows <= FEW_OF_12);
-        const int is_wide = LANES == 16 || is_sliced || (LANES == 8 && (by_codes || is_12));
+        const int is_run = go_in_runs(rows, c->w->format);
+        const int is_wide = LANES == 16 || is_sliced || is_run || (LANES == 8 && (by_codes || is_12));
         const int is_whole = is_wide && half % 2 == 0 && half + 1 < halves && u + 1 < end;
         const int columns = is_whole ? PANEL : HALF;
         if (sums_codes(c->w) && row != summed_row) sum_all_groups(c, summed_row = row, rows, &scratch);
@@ -67,6 +68,7 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
         if (sums_codes(c->w)) multiply_code_sums(c, row, rows, half * HALF, columns, is_warm, has_next, &scratch);
         else if (is_12 && is_whole) multiply_12_bits(c, row, rows, half * HALF, has_next, &scratch);
         else if (is_sliced) multiply_sliced(c, row, rows, half * HALF, columns, &scratch);
+        else if (is_run) multiply_runs(c, row, rows, half * HALF, columns, scratch.acc);
         else if (is_few) multiply_few(c, row, rows, half * HALF, columns, scratch.acc);
         else multiply_block(c, row, rows, half * HALF, columns, u > begin && rows > ROWS, &scratch);
         u += is_whole ? 2 : 1, is_warm = has_next;
@@ -78,7 +80,8 @@ static int64_t choose_block_rows(const weight_t *w, int64_t rows, int64_t halves
     const int64_t group = w->is_tiled ? TILED_ROWS : w->has_byte_tiles ? TILE_ROWS : ROWS;
     const int64_t chunk = w->format == BF12 && LANES == 16 ? CHUNK_BLOCKS * BLOCK12_WORDS : CHUNK;
     int64_t block = BLOCK_BYTES / (4 * min64(words_of(w), chunk));
-    block = min64(is_rounded(w) ? ROUNDED_ROWS : BLOCK_ROWS, max64(block, 4 * ROWS));
+    const int64_t most = LANES == 8 && w->format != DENSE ? SLICED_BLOCK : BLOCK_ROWS;
+    block = min64(is_rounded(w) ? ROUNDED_ROWS : most, max64(block, 4 * ROWS));
     if (sums_codes(w)) block = min64(block, most_summed_rows(w) / ROWS * ROWS);
     if (w->is_tiled) {
         const int is_one_chunk = w->k <= CHUNK_STEPS * TILE_K;

@@ -238,6 +238,32 @@ NOINLINE void multiply_few(const call_t *c, int64_t row, int64_t rows, int64_t c
     }
 }
 
+/* Whether so many rows go by codes in runs: where vectors are short, a sum of each fits in registers beside what a code
+ * needs to become a number, and no number is stored. */
+INLINE int go_in_runs(int64_t rows, int64_t format) {
+    const int are_some = LANES == 8 && rows > FEW_ROWS && rows <= RUN_ROWS;
+    return are_some && format != DENSE && format != BF12 && !go_by_codes(rows, format);
+}
+
+/* As multiply_few, of rows that go in runs: of groups that stay in L1. */
+NOINLINE void multiply_runs(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns, float *acc) {
+#if LANES == 8
+    enum { RUN_GROUPS = 8 };
+    const weight_t *w = c->w;
+    const char *panel = panel_of(w, column), *x = c->x + row * c->x_stride;
+    const int64_t groups = w->k / GROUP, bytes = group_bytes((int)w->format), to_last = (rows - 1) * c->x_stride;
+    multiply_run_t *const run = RUN_MULTIPLIERS[layout_of((int)w->format)][rows > 6];
+    for (int64_t begin = 0, end; begin < groups; begin = end) {
+        end = min64(groups, begin + RUN_GROUPS);
+        memory_ahead_t next = {panel + end * bytes, panel + (end + RUN_GROUPS) * bytes, columns / LANES};
+        run(panel, &LEVELS[w->format], begin, end, column % PANEL, columns, x, c->x_stride, to_last, &next, acc);
+    }
+    finish_rows(c, row, (int)rows, column, columns, acc, PANEL);
+#else
+    (void)c, (void)row, (void)rows, (void)column, (void)columns, (void)acc;
+#endif
+}
+
 /* Rows of the next of `blocks` register blocks that `rows` rows go by in: an even share. But with 16 registers four
  * rows take as long as six, for GCC has each row read the weights anew: eight are three and five, and seven, whose
  * share is three, would leave four. */
