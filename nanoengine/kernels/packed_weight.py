@@ -45,7 +45,7 @@ INTEGER_FORMATS = frozenset(FORMATS) - {"MXFP4", "FP8", "NVFP4", "NF4"}
 # One field per member of weight_t and call_t in cpu_panels.h, in that order.
 _WEIGHT = struct.Struct("=3Q8qd")
 CALL = struct.Struct("=4Q5q")
-# One field per member of source_t in cpu_bf12.h, in that order.
+# One field per member of source_t in cpu_bf12_packing.h, in that order.
 _SOURCE = struct.Struct("=2Q7q")
 _ARENA_BYTES = 64 << 20
 _PAGE_BYTES = 2 << 20
