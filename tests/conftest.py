@@ -22,7 +22,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if not torch.cuda.is_available():  # read when Triton is first imported, by whomever
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from marks import use_our_products
+from marks import leave_to_breadth, use_our_products
 from quick_interpreter import speed_up
 from shared_state import differences, shared_state
 
@@ -154,8 +154,10 @@ def fresh_cache(tmp_path: Path, build_folder: Path, monkeypatch: pytest.MonkeyPa
     return folder
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`-m ''` runs everything that the machine can run."""
+    leave_to_breadth(items)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -119,6 +119,7 @@ def llm(ending: Path) -> Iterator[LLM]:
         yield made
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, -0.5, 2.0])
 def test_it_finds_what_transformers_finds(
@@ -162,6 +163,7 @@ def test_texts_end_in_both_ways(llm: LLM) -> None:
         )
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("settings", PLACES.values(), ids=PLACES)
 def test_wherever_the_kv_is(
     ending: Path,

@@ -298,6 +298,7 @@ def text_after(mistake: Mistake, bench: Bench) -> str:
     return f"{only.category.__name__}: {only.message}"
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_mistake_is_answered_in_words(bench: Bench, name: str) -> None:
     mistake, words = ROWS[name]

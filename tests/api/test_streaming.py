@@ -323,6 +323,7 @@ def never_begin(stream: Any) -> None:
     del stream
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "leave", [leave_by_break, leave_by_close, leave_by_with, leave_by_cycle, never_begin]
 )

@@ -72,6 +72,7 @@ def some_batch(lengths: tuple[list[int], list[int]] = LENGTHS, **settings: Any) 
     return batch
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("block_size", [16, 48, pytest.param(256, marks=pytest.mark.breadth)])
 def test_against_float64(make: Make, block_size: int) -> None:
     """Ragged batches, in one chunk and in many."""
@@ -82,6 +83,7 @@ def test_against_float64(make: Make, block_size: int) -> None:
         assert_mass(mass, batch, 2e-5)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     "group",
     [1, 3, 8, *(pytest.param(group, marks=pytest.mark.breadth) for group in (2, 4, 5, 6, 7))],
@@ -94,6 +96,7 @@ def test_every_size_of_group(make: Make, group: int) -> None:
     assert_mass(mass, batch, 2e-5)
 
 
+@pytest.mark.some(1)
 def test_it_is_added_and_moves_no_bit_of_the_result(make: Make) -> None:
     """Two steps, and one between them that asks for none."""
     batch = some_batch(FEW, block_size=48)

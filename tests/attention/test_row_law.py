@@ -120,6 +120,7 @@ PIECED = [
 ]
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(("built_as", "dtype"), PIECED)
 @pytest.mark.parametrize("size", (1, 4, 5, 17))
 def test_pieces_of_one_size_move_no_bit(

@@ -26,6 +26,7 @@ Make = Callable[[AttentionConfig], AttentionBackend]
 PARTITION = 64  # keys of a partition in Triton, see `make`
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("window", [None, 40, pytest.param(7, marks=pytest.mark.breadth)])
 def test_backends_against_float64(make: Make, window: int | None) -> None:
     """In one chunk and in many; a call without sinks afterwards knows nothing of them."""

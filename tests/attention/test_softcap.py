@@ -41,6 +41,7 @@ ISAS = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 40])
 def test_backends_against_float64(make: Make, window: int | None, sinks: Tensor | None) -> None:

@@ -106,6 +106,7 @@ TYPED = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("lengths, dtype", TYPED)
 def test_against_float64(
@@ -117,6 +118,7 @@ def test_against_float64(
     assert relative_error(got, batch.reference()) < TOLERANCE[dtype]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("checked_rows", [1, 3])
 def test_heads_of_a_kv_head_in_several_programs(
     monkeypatch: pytest.MonkeyPatch, checked_rows: int
@@ -141,6 +143,7 @@ def test_chunks_and_pools_move_no_bit(shape: dict[str, Any], seed: int) -> None:
     assert torch.equal(attend(batch, chunks), attend(batch, whole(batch)))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "window, shape",
     named(
@@ -306,6 +309,7 @@ def test_mass_of_very_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grids == [(1 << 16, 2)]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_tiles_that_the_gpu_copies_by_descriptors(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype

@@ -89,6 +89,7 @@ def assert_right(got: Tensor, batch: Batch, limit: float, *what: Any) -> None:
     assert relative_error(got[:-1], batch.reference(*what)[:-1]) < limit
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("window", [5, 256, pytest.param(1000, marks=pytest.mark.breadth)])
 def test_backends_against_float64(
     make: Callable[[AttentionConfig], AttentionBackend], window: int

@@ -109,6 +109,7 @@ def test_offload(bench: Callable[..., Any]) -> None:
     assert result["resident"]["peak_streamed"] == 0
 
 
+@pytest.mark.breadth
 def test_scaling(bench: Callable[..., Any]) -> None:
     tiny_budget = ["--kv-cache-gib", "0.01"]
     result = bench(

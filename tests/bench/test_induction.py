@@ -66,6 +66,7 @@ def test_transformers_copies_the_needle(folder: Path, samples: list[Sample]) -> 
         assert (best[:, 1] <= 16.01).all()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("dtype", "settings"),
     [

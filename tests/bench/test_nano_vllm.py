@@ -39,6 +39,7 @@ def test_the_workload_is_that_of_nano_vllms_benchmark() -> None:
     assert min(map(len, prompts)) >= 100 and max(map(len, prompts)) <= 1024
 
 
+@pytest.mark.breadth
 def test_it_runs_in_a_process_of_its_own(tmp_path: Path, tiny, monkeypatch) -> None:
     source, shapes = tmp_path / "source" / "nanovllm", tmp_path / "shapes"
     source.mkdir(parents=True)

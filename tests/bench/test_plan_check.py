@@ -40,6 +40,7 @@ def test_the_check_compares_both_modes(
         assert row["speed_off"] < -0.5
 
 
+@pytest.mark.breadth
 def test_the_page_has_the_table_that_its_command_prints() -> None:
     page = (ROOT / "docs/small_gpu.md").read_text(encoding="utf-8")
     assert "\n".join(small_gpu.table()) in page

@@ -72,6 +72,7 @@ with running(toy, Path(sys.argv[1])) as (_, pid, _):
 """
 
 
+@pytest.mark.breadth
 def test_sigterm_leaves_no_server(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDED, str(tmp_path / "log"), LATE]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -390,6 +390,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("num_kills", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_killed_batch_goes_on_with_the_same_texts(
     num_kills: int, folder: Path, tmp_path: Path

@@ -119,6 +119,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(terminal: Terminal) -> None:
     assert terminal.child.wait(timeout=60) == 0
 
 
+@pytest.mark.breadth
 def test_lines_that_are_pasted_at_once_are_one_message(folder: Path) -> None:
     terminal = Terminal(["chat", str(folder), *FLAGS, "--max-tokens", "6"], term="xterm")
     try:

@@ -41,6 +41,7 @@ def cpu_seconds_once(command: list[str]) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"]])
 def test_help_takes_a_few_times_what_python_takes(arguments: list[str]) -> None:
     """0.2 s beside 0.03; PyTorch alone would be 2 s, FastAPI 0.5."""

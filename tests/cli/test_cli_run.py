@@ -291,6 +291,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.breadth
 def test_a_reader_that_leaves_ends_the_answer_quietly(folder: Path) -> None:
     command = [sys.executable, "-c", SLOW, "run", str(folder), PROMPT, *LONG]
     pipe = subprocess.PIPE

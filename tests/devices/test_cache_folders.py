@@ -164,6 +164,7 @@ with LLM(sys.argv[1], num_gpu_blocks=4, kvcache_block_size=16) as llm:
 """
 
 
+@pytest.mark.breadth
 def test_an_engine_starts_without_home_and_without_any_folder(
     tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:

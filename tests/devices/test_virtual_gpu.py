@@ -82,6 +82,7 @@ def prompt(num_tokens: int) -> list[int]:
     return [(num_tokens * 31 + n) % 256 for n in range(num_tokens)]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
@@ -216,6 +217,7 @@ def test_streams_copy_by_themselves_and_wait_for_events(gpu: VirtualGpu) -> None
     assert [failed.owner for failed in device.d2h.take_failed()] == ["it"]
 
 
+@pytest.mark.breadth
 def test_what_requests_ask_for_needs_no_other_wait(
     gpu: VirtualGpu, tiny: Callable[[str], Path]
 ) -> None:
@@ -242,6 +244,7 @@ def test_what_requests_ask_for_needs_no_other_wait(
     assert found[0] == found[1]
 
 
+@pytest.mark.breadth
 def test_guesses_and_logprobs_are_those_of_a_cpu(
     gpu: VirtualGpu, tiny: Callable[[str], Path]
 ) -> None:
@@ -285,6 +288,7 @@ def test_states_go_back_on_the_device(gpu: VirtualGpu, tiny: Callable[[str], Pat
     assert token_ids(outputs) == wanted
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     "model", ["qwen3.5", pytest.param("nemotron-h", marks=pytest.mark.breadth)]
 )

@@ -41,6 +41,7 @@ def prompt_of(length: int) -> list[int]:
     return [(i * 37 + length) % 256 for i in range(length)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

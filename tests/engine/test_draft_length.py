@@ -88,6 +88,7 @@ def best(draft_s: float, right: float) -> float:
     return max(sum(right**i for i in range(k + 1)) / (1 + k * draft_s) for k in range(MOST + 1))
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 @pytest.mark.parametrize("draft_s", [0.0, 0.02, 0.1, 0.5, 1.0, 3.0])
 @pytest.mark.parametrize("right", [0.0, 0.3, 0.7, 0.95, 1.0])

@@ -164,6 +164,7 @@ def test_bits_depend_neither_on_turns_nor_on_the_drafter(
     watched.engine.close()
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     "layout",
     ["few blocks", *(pytest.param(name, marks=pytest.mark.breadth) for name in [*LAYOUTS][1:])],
@@ -310,6 +311,7 @@ def test_what_was_drafted_is_checked_and_no_number_is_chosen_twice(
 # -- whether it pays
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "link_s", [2.0, *(pytest.param(s, marks=pytest.mark.breadth) for s in (0.5, 20.0, 200.0))]
 )

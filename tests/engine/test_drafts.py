@@ -63,6 +63,7 @@ def without_drafts(path: Path, **settings: Any) -> list[tuple[list[int], Tensor]
     return scored(outputs)
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
     ("name", "layout"),
@@ -286,6 +287,7 @@ def test_a_short_one_that_does_not_stream_does_not_draft(tiny: Callable[[str], P
     engine.close()
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("drafter", ["oracle", "resident"])
 def test_penalties_and_bad_words_know_the_guesses_before(

@@ -105,6 +105,7 @@ def rows(driver: Driver, request: int) -> Tensor:
     return torch.stack(driver.logits[request])
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("mode", ["stream", pytest.param("in_place", marks=pytest.mark.breadth)])
 def test_sixteen_requests_equal_sixteen_fresh_engines(tiny: Tiny, mode: str) -> None:
     """Ids and bits, prefix cache off so that the work is the same."""
@@ -124,6 +125,7 @@ def test_sixteen_requests_equal_sixteen_fresh_engines(tiny: Tiny, mode: str) -> 
     old.engine.close()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("prefix_cache", "mode"),
     [
@@ -166,6 +168,7 @@ def test_sixteen_requests_among_aborted_and_failed_ones(
     driver.engine.close()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_failed_step_can_be_run_again(tiny: Tiny, mode: str, layer: int) -> None:
@@ -280,6 +283,7 @@ def new_prompt(rng: random.Random, room: int, earlier: list[list[int]]) -> list[
     return prompt
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("seed", seeds(14, 60, 28))
 def test_storm(seed: int) -> None:
     """Adds, aborts, failing steps and cache resets in random order, then everything finishes."""
@@ -318,6 +322,7 @@ def storm_action(
         engine.step()
 
 
+@pytest.mark.some(9)
 @pytest.mark.parametrize("seed", seeds(25, 100, 67))
 def test_any_scheduler_would_do(seed: int) -> None:
     """The KV manager under a scheduler that picks sequences, chunks and victims at random."""
@@ -448,6 +453,7 @@ def step_alone(engine: ShadowEngine, seq: EngineSequence) -> int | None:
     return granted
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("seed", seeds(5, 20))
 def test_the_oldest_always_goes_on(seed: int) -> None:
     """Under any pressure the request at the head is computed at least every other step."""
@@ -469,6 +475,7 @@ def test_the_oldest_always_goes_on(seed: int) -> None:
     engine.close()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_storm_with_a_model(tiny: Tiny, mode: str, seed: int) -> None:

@@ -101,6 +101,7 @@ def plain(path: Path, **settings: Any) -> list[tuple[list[int], Tensor]]:
     return outputs
 
 
+@pytest.mark.some(3)
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", MODELS)
 def test_it_says_what_transformers_layers_say(
@@ -123,6 +124,7 @@ def test_it_says_what_transformers_layers_say(
     engine.close()
 
 
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next-moe", "deepseek-v3", "glm4-moe"])
 def test_each_guess_begins_with_the_one_before(
@@ -147,6 +149,7 @@ def test_each_guess_begins_with_the_one_before(
     engine.close()
 
 
+@pytest.mark.some(2)
 @needs_compiler
 @pytest.mark.parametrize("chunks", [{}, CHUNKS], ids=["whole", "chunks"])
 @pytest.mark.parametrize("layout", named(LAYOUTS, "resident", "in place", "ring of two"))
@@ -248,6 +251,7 @@ def test_nor_in_other_numbers(heads: Any, name: str, settings: dict[str, Any]) -
     engine.close()
 
 
+@pytest.mark.some(3)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("layout", [{}, IN_TWO_TIERS], ids=["resident", "streamed"])
 @pytest.mark.parametrize("most", [1, MOST])
@@ -313,6 +317,7 @@ def everything() -> list[SamplingParams]:
     ]
 
 
+@pytest.mark.some(1)
 @needs_compiler
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(

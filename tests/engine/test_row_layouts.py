@@ -218,6 +218,7 @@ def happened(kind: str, engine: LLMEngine, outputs: Sequence[RequestOutput]) -> 
     return 1
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name, kind, arithmetic", DRAWN, indirect=["arithmetic"])
 def test_a_layout_drawn_at_random_moves_no_bit(
     tiny: Tiny, name: str, kind: str, arithmetic: str

@@ -85,6 +85,7 @@ CASES = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("params", "expected"), CASES.values(), ids=CASES)
 def test_distribution(ops: LayerOps, params: SamplingParams, expected: list[float]) -> None:
     """Every frequency within five standard deviations, and nothing outside the kept set."""
@@ -217,6 +218,7 @@ def test_a_token_of_prompt_and_output_is_penalised_once(ops: LayerOps) -> None:
     assert choose(ops, torch.tensor([[2.7, 1.0, 2.8]]), [seq]) == [2], "1.4 after a penalty; 1.35"
 
 
+@pytest.mark.some(1)
 def test_low_precision_rows_are_sampled_in_full_precision(ops: LayerOps) -> None:
     """bf16 logits with equal probabilities: no token is starved by rounding of the running sum."""
     vocab = 4096

@@ -74,6 +74,7 @@ def expected_ids(
     return tokens[len(prompt) :]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_adjusted_logits_choose_what_transformers_would(
     tiny: Callable[[str], Path], settings: dict[str, Any]

@@ -146,6 +146,7 @@ def soak(path: Path, num_requests: int, num_prompts: int) -> None:
     soak.engine.close()
 
 
+@pytest.mark.breadth
 def test_a_hundred_requests_leave_no_trace(tiny: Tiny) -> None:
     soak(tiny("llama"), 100, 12)
 

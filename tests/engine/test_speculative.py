@@ -127,6 +127,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "allowed_token_i
 PERIODS = [(3, 1), (17, 3), (24, 5), (31, 8), (1, 1), (40, 40), (20, 2)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("model", "num_guesses", "settings"),
     [

@@ -80,6 +80,7 @@ def only(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> Comple
     return Driver(engine).run([prompt], params)[0].outputs[0]
 
 
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_choices_are_those_of_transformers(tiny: Callable[[str], Path], layout: str) -> None:
@@ -314,6 +315,7 @@ def test_a_grammar_that_is_none_is_refused(llm: LLM, form: dict[str, Any], words
         llm.generate("x", params)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("form", "words"),
     [
@@ -393,6 +395,7 @@ KEYS = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("layout", named({name: name for name in LAYOUTS}, "resident", "streamed"))
 def test_forced_tokens_take_no_step_of_their_own(

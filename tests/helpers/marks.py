@@ -1,8 +1,10 @@
-"""What a test needs of the machine."""
+"""Which tests run where: by what the machine has, and by how long all of them may take."""
 
 from __future__ import annotations
 
 import platform
+import random
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ needs_compiler = pytest.mark.skipif(
     not HAS_COMPILER, reason="no C compiler: PyTorch takes the place of our kernels"
 )
 
+# Marks of tests that are not default ones.
+_RARE = ("slow", "breadth", "gpu", "clients", "ray", "browser")
+
 # Of tests that interpret Triton.
 needs_no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a real GPU, where Triton is not interpreted"
@@ -41,6 +46,19 @@ def named(cases: Mapping[str, Any], *first: str) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name, marks=marks[name])
         for name, case in cases.items()
     ]
+
+
+def leave_to_breadth(items: list[pytest.Item]) -> None:
+    """Of a test with `some(count)` mark all cases but so many, drawn by its name, as breadth."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("some") and not any(map(item.get_closest_marker, _RARE)):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, of_test in cases.items():
+        (count,) = of_test[0].get_closest_marker("some").args
+        random.Random(name).shuffle(of_test)
+        for item in of_test[count:]:
+            item.add_marker(pytest.mark.breadth)
 
 
 HAS_TILES = b"amx_bf16" in cpu_flags().split()

@@ -75,12 +75,12 @@ def check_package(folder: Path) -> list[str]:
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder).with_suffix("").as_posix()
         source = path.read_text(encoding="utf-8")
-        found += [f"{name}.py: {text}" for text in check_file(name, source)]
         trees[name] = ast.parse(source)
+        found += [f"{name}.py: {text}" for text in check_file(name, source, trees[name])]
     return found + list(public_docstrings(trees))
 
 
-def check_file(name: str, source: str) -> Iterator[str]:
+def check_file(name: str, source: str, tree: ast.Module) -> Iterator[str]:
     """Violations in one file; `name` is its path in the package without the suffix."""
     if place_of(name) not in LAW:
         yield "has no place in the import law: give it one in LAW, or move it into a folder"
@@ -88,7 +88,6 @@ def check_file(name: str, source: str) -> Iterator[str]:
     limit = MAX_TOUR_FILE_LINES if name in TOUR else MAX_FILE_LINES
     if (lines := len(source.splitlines())) > limit:
         yield f"{lines} lines, the limit is {limit}"
-    tree = ast.parse(source)
     for rule in RULES:
         yield from rule(name, tree)
 
@@ -227,10 +226,16 @@ def public_docstrings(trees: dict[str, ast.Module]) -> Iterator[str]:
         public = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name[0] != "_"]
         for owner in (tree, *public):
             for node in functions_of(owner):
-                documented = anywhere if ast.unparse(node.body) == "..." else inherited
+                documented = anywhere if is_bare(node) else inherited
                 is_inherited = isinstance(owner, ast.ClassDef) and node.name in documented
                 if node.name[0] != "_" and not ast.get_docstring(node) and not is_inherited:
                     yield f"{file}.py: line {node.lineno}: {node.name} has no docstring"
+
+
+def is_bare(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether its body is `...`."""
+    only = node.body[0] if len(node.body) == 1 else None
+    return isinstance(only, ast.Expr) and getattr(only.value, "value", None) is ...
 
 
 def functions_of(owner: ast.Module | ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -107,6 +107,7 @@ def engines_tokens(tiny: Tiny) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("device", [1, 2, 5, 64])
 def test_five_prompts_at_once_give_the_engines_tokens(
     tiny: Tiny, engines_tokens: list[list[int]], device: int

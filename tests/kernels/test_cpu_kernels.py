@@ -95,6 +95,7 @@ Q_LENS = [1, 2, 7, 64, 300, 1, 4]
 KV_LENS = [1, 33, 300, 64, 512, 513, 4]
 
 
+@pytest.mark.some(13)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 5, 16, 256])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
@@ -609,6 +610,7 @@ def test_argmax(variant, dtype, dim):
     assert torch.equal(variant.argmax(wide), wide.argmax(dim=-1))
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_draw(variant, dtype, rules):

@@ -399,6 +399,7 @@ def test_another_cpu_is_told_so(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.breadth
 def test_a_compiler_that_does_not_know_the_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_linear, "cpu_flags", lambda: b"flags\t\t: fpu avx512_bf16")
     with pytest.raises(KernelBuildError, match="compiler knows no AVX512-BF16"):
@@ -482,6 +483,7 @@ def test_rows_go_where_pytorch_sends_them(packer: CpuLinear, config: ExpertsConf
     assert ids.min() >= 0 and ids.max() < config.count and weights[5].isnan().all()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "formats",
     [

@@ -69,6 +69,7 @@ def plain_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.breadth)], ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_the_numbers_of_the_codes(name: str, dtype: torch.dtype) -> None:
@@ -235,6 +236,7 @@ def test_parts_of_several_formats_are_one_product() -> None:
     assert_product(pack(together, bias)(x), x, together.numbers(), bias)
 
 
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("plain_dot", "short_spans")
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (9, 3)])
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def assert_drawn(got: Tensor, logits: Tensor, draws: Draws) -> None:
         assert runs_as_fast(got[row], want[row], logits[row].float(), draws, row), row
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.breadth)]
 )
@@ -74,6 +75,7 @@ def test_as_pytorch_draws(dtype: torch.dtype, rules: dict[str, Any]) -> None:
     assert_drawn(GpuOps(None).draw(logits, draws), logits, draws)
 
 
+@pytest.mark.breadth
 def test_a_row_is_drawn_alone() -> None:
     """Beside rows with other rules, NaN and infinity, all of them."""
     params = [SamplingParams(**rules) for rules in RULES.values()] + [SamplingParams(top_k=3)] * 4
@@ -106,6 +108,7 @@ def test_of_equal_logits_the_first_are_kept(vocab: int) -> None:
         assert {*drawn.tolist()} == {*range(kept)}
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     "capabilities", ["90", pytest.param("80,89,120", marks=pytest.mark.breadth)]
 )

@@ -194,6 +194,7 @@ def output_of(layer: torch.nn.Module, weights: dict[str, Tensor], rows: Tensor) 
 LENGTHS = named({"40 tokens": 40, "1 token": 1, "300 tokens": 300}, "40 tokens", "1 token")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 @pytest.mark.parametrize(
     "shape",
@@ -225,6 +226,7 @@ def test_the_numbers_are_those_of_transformers(
 # -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "dtype", [F32, BF16, pytest.param(torch.float16, marks=pytest.mark.breadth)], ids=str
 )
@@ -266,6 +268,7 @@ def test_small_steps_are_exact(projected: float) -> None:
 # -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(F32, marks=pytest.mark.breadth)], ids=str)
 @pytest.mark.parametrize("shape", [DELTA, KIMI, MAMBA], ids=["delta", "Kimi", "Mamba-2"])
 def test_bits_do_not_depend_on_cuts_or_mates(shape: RecurrentConfig, dtype: torch.dtype) -> None:
@@ -333,6 +336,7 @@ def test_a_program_holds_a_thousand_numbers() -> None:
 # -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("dtype", "capabilities"),
     [

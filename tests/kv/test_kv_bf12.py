@@ -161,6 +161,7 @@ def test_the_kernel_is_the_codecs_inverse(kv_heads: int, head_dim: int) -> None:
     assert torch.equal(back.view(torch.int16), block.view(torch.int16))
 
 
+@pytest.mark.breadth
 @needs_no_gpu
 def test_the_kernel_compiles_for_a_gpu() -> None:
     """Its loads are of several bytes each, and nothing is spilled."""
@@ -228,6 +229,7 @@ def rows_of(driver: Driver, prompts: list[list[int]], num_tokens: int) -> list[T
     return [torch.stack(driver.logits[output.request_id]) for output in outputs]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "more"),
     [

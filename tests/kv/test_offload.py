@@ -170,6 +170,7 @@ def check_case(tiny: Tiny, case: Case) -> None:
     driver.engine.close()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "case",
     [
@@ -206,6 +207,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("backend", ["C kernel", "torch"])
 def test_logits_are_bitwise_equal(
     tiny: Tiny, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -258,6 +260,7 @@ def test_the_plain_backend_equals_transformers(
 # -- block boundaries, tails, prefix hits
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", ["stream", "in_place"])
 @pytest.mark.parametrize("block", [3, 4])
 def test_decode_crosses_boundaries_from_every_tail_phase(tiny: Tiny, mode: str, block: int) -> None:
@@ -282,6 +285,7 @@ def test_decode_crosses_boundaries_from_every_tail_phase(tiny: Tiny, mode: str, 
         driver.engine.close()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("device_blocks", [1, 2, 3])
 def test_a_long_answer_in_a_tiny_device_pool(tiny: Tiny, device_blocks: int) -> None:
     """From 5 tokens to 165, then the same conversation goes on."""

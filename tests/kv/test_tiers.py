@@ -183,6 +183,7 @@ def test_a_shared_prefix_crosses_the_link_once_for_all(tiny: Tiny, num_requests:
 # -- copies that fail
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("number", [0, 1, 5, 11, 30])
 @pytest.mark.parametrize("stream", ["h2d", "d2h"])
 def test_a_failed_copy_fails_its_request_only(tiny: Tiny, stream: str, number: int) -> None:
@@ -264,6 +265,7 @@ def test_a_long_prefill_lets_a_short_request_in_at_once(tiny: Tiny) -> None:
     driver.engine.close()
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("budget", [10, pytest.param(40, marks=pytest.mark.breadth)])
 def test_streamed_requests_rest_beside_resident_ones_and_nobody_starves(
     tiny: Tiny, budget: int

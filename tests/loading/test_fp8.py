@@ -115,6 +115,7 @@ def make(
 OF_MODELOPT = [kind for kind in KINDS if "modelopt" in kind]
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("kind", ["blocks", "even blocks", "rows", "one", *OF_MODELOPT])
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", "gemma4-moe"])
 def test_every_weight_is_what_its_codes_and_scales_say(
@@ -281,6 +282,7 @@ def test_a_vector_in_fp8_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         LLMEngine(tmp_path / "m", device="cpu")
 
 
+@pytest.mark.some(4)
 @needs_compiler
 @pytest.mark.parametrize("kind", ["blocks", "even blocks", "rows"])
 @pytest.mark.parametrize(

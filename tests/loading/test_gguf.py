@@ -329,6 +329,7 @@ def q4_1(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     return scale * quants.astype(np.float32) + low
 
 
+@pytest.mark.breadth
 def test_the_bundled_model_equals_dequantisation_by_hand(
     real: Path, real_source: gguf.GGUFReader
 ) -> None:

@@ -104,6 +104,7 @@ def assert_answers_are(theirs: Path, ours: Path) -> None:
         torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", named({name: name for name in NAMES}, *BY_DEFAULT))
 def test_answers_are_those_of_the_checkpoint(tiny: Tiny, tmp_path: Path, name: str) -> None:
     source = rounded(tiny(name), tmp_path / "source")
@@ -164,6 +165,7 @@ def test_what_the_converter_of_granite_4_adds_changes_nothing(tiny: Tiny, tmp_pa
     assert_answers_are(source, converted(model, tmp_path / "out"))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next-moe", "glm4-moe", "deepseek-v3"])
 def test_its_own_head_guesses_as_that_of_the_checkpoint(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -174,6 +174,7 @@ def test_answers_are_those_of_the_numbers(
     driver.engine.close()
 
 
+@pytest.mark.some(2)
 @needs_compiler
 @pytest.mark.parametrize("kind", ["awq", "compressed-tensors"])
 @pytest.mark.parametrize(
@@ -203,6 +204,7 @@ def test_the_plan_knows_what_recurrent_layers_have_as_numbers(
     engine.close()
 
 
+@pytest.mark.some(2)
 @needs_compiler
 @pytest.mark.parametrize(
     "config",
@@ -262,6 +264,7 @@ def test_experts(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     assert num_coded == (0 if KINDS[kind].get("desc_act") else NUM_CODED)
 
 
+@pytest.mark.some(3)
 @needs_compiler
 @pytest.mark.parametrize("kind", FIRST)
 @pytest.mark.parametrize("name", ["granite-hybrid", "granite-hybrid-dense"])
@@ -373,6 +376,7 @@ def test_a_list_of_groups_may_be_unset(tiny: Tiny, tmp_path: Path, kind: str) ->
     assert_logits_are_transformers(driver, theirs, outputs)
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("end", "change", "error", "match"),
     [

@@ -73,6 +73,7 @@ def turned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {n: t.mT.contiguous() if n.endswith(of_all) else t for n, t in tensors.items()}
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("is_renamed", [False, True], ids=["as saved", "as in memory"])
 @pytest.mark.parametrize("name", WRAPPED)
 def test_ids_and_logits_equal_transformers(

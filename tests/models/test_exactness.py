@@ -64,6 +64,7 @@ def test_the_reference_is_the_same_with_any_guess(tiny: Callable[[str], Path]) -
         assert reference_greedy(model, prompt, 6, guess) == right
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -100,6 +101,7 @@ def test_bfloat16_is_as_near_as_transformers_own(tiny: Callable[[str], Path], na
     assert 0 < error < 1.1 * allowed
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_ids_and_logits_equal_transformers(
@@ -126,6 +128,7 @@ def test_ids_and_logits_equal_transformers(
     assert any(cached) == settings.get("enable_prefix_caching", True)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("name", TINY)
 def test_every_architecture(tiny: Callable[[str], Path], name: str) -> None:
     """Mixed batch, chunked, past the original RoPE positions."""

@@ -58,6 +58,7 @@ def run(folder: Path, layout: str, **settings: Any) -> tuple[Driver, list[list[i
     return driver, ids, [torch.stack(driver.logits[output.request_id]) for output in outputs]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tier_gives_the_same_bits(tiny: Callable[[str], Path], name: str, dtype: str) -> None:

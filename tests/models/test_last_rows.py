@@ -72,10 +72,7 @@ def generated(llm: LLM, prompt_logprobs: int | None) -> list[Any]:
 @pytest.mark.parametrize("streams", [False, True], ids=["resident", "streamed"])
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(name, marks=[pytest.mark.breadth] * (name not in ("llama", "falcon-h1")))
-        for name in FAMILIES
-    ],
+    [pytest.param(name, marks=[pytest.mark.breadth] * (name != "llama")) for name in FAMILIES],
 )
 def test_outputs_are_those_of_a_step_that_computes_all_rows(
     tiny: Tiny, family: str, streams: bool

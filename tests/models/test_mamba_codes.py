@@ -200,6 +200,7 @@ def distances(path: Path, theirs: Path, dtype: str) -> Tensor:
     return torch.cat(apart)
 
 
+@pytest.mark.some(2)
 def test_answers_are_transformers(case: Case, write: Callable[[Case], Written]) -> None:
     path, numbers = write(case)
     assert distances(path, numbers, "float32").max() < 1e-5
@@ -215,6 +216,7 @@ def test_answers_in_16_bits(case: Case, write: Callable[[Case], Written]) -> Non
     assert ours < max(1.5 * rounded.item(), 0.004)
 
 
+@pytest.mark.some(3)
 @pytest.mark.usefixtures("in_16_bits")
 def test_the_plan_knows_what_is_loaded(
     case: Case, write: Callable[[Case], Written], capsys: pytest.CaptureFixture[str]

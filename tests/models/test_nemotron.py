@@ -243,6 +243,7 @@ def test_metadata_of_a_published_file_says_what_its_config_json_does(tmp_path: P
     assert replace(ours, **like_theirs) == theirs
 
 
+@pytest.mark.some(1)
 @needs_compiler
 @pytest.mark.parametrize("in_c", [True, False], ids=["C", "PyTorch"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

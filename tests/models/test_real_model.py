@@ -46,6 +46,7 @@ def reference_model() -> Iterator[PreTrainedModel]:
     yield model.eval()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_knows_the_capital_of_japan(dtype: str) -> None:
     with LLM(MODEL, dtype=dtype, kv_cache_gib=0.1, max_num_seqs=4) as llm:

@@ -155,6 +155,7 @@ NAMES = named({name: name for name in STATES}, *FIRST)
 LATER = ("bamba", "lfm3", "olmo-hybrid", "nemotron-h-latent")
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "settings",
@@ -183,6 +184,7 @@ def test_states_follow_their_requests(
     assert f"{num} layers have a state, {with_kv} KV; states take" in str(engine.plan)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "mode", [pytest.param("resident", marks=pytest.mark.breadth), "in_place", "stream"]
 )
@@ -232,6 +234,7 @@ def test_texts_that_part_leave_a_snapshot_there(tiny: Callable[[str], Path]) -> 
     assert_greedy(path, [turn], [last], 16)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_turn_goes_on_where_guesses_ended(tiny: Callable[[str], Path], name: str) -> None:
     """Right and wrong guesses are made, and still the state at the end of each block is kept."""

@@ -141,6 +141,7 @@ def answers(path: Path, **settings: Any) -> list[Tensor]:
     return [torch.stack(driver.logits[output.request_id]) for output in outputs]
 
 
+@pytest.mark.some(3)
 def test_answers_are_those_of_the_numbers(
     case: Case, file_of: Callable[[Case], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ SPLIT = re.compile(
 )
 
 
+@pytest.mark.some(40)
 @pytest.mark.parametrize(
     ("name", "size"),
     [

@@ -239,6 +239,7 @@ def test_a_decode_is_replayed_and_moves_no_bit(
     assert all(map(torch.equal, taped, logits_of(k_quants)))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("of_up", ["Q4_K", "Q6_K"])
 def test_a_decode_with_experts_is_replayed_and_moves_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_up: str

@@ -78,6 +78,7 @@ async def answer_to(port: int, data: bytes) -> tuple[int, bytes]:
         writer.close()
 
 
+@pytest.mark.breadth
 @pytest.mark.filterwarnings("ignore:the role")
 def test_odd_bodies_are_answered_or_refused_in_words(server: LiveServer) -> None:
     found: Counter[int] = Counter()

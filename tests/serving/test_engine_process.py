@@ -90,6 +90,7 @@ def _same(value: Any) -> Any:
     return value
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -224,6 +225,7 @@ def test_what_the_process_reports_is_for_the_log(
     assert "the engine process failed: KeyError: 'do'" in caplog.text
 
 
+@pytest.mark.breadth
 def test_an_error_of_the_start_is_that_without(tiny: Callable[[str], Path]) -> None:
     settings = SETTINGS | {"model": str(tiny("llama")), "max_model_len": 1 << 20}
     with pytest.raises(ConfigError, match="max_model_len") as expected:
@@ -246,6 +248,7 @@ def test_the_servers_side_imports_no_torch() -> None:
     assert ran.stdout.strip() == b"False"
 
 
+@pytest.mark.breadth
 def test_signals_end_it_with_status_0(tiny: Callable[[str], Path]) -> None:
     """As a service manager ends it: every process gets SIGTERM, with a stream in the middle."""
     command = [sys.executable, "-m", "nanoengine", "serve", str(tiny("llama")), "--port", "0"]

@@ -72,6 +72,7 @@ ODD = (
 )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("endpoint", READERS)
 def test_every_key_with_every_odd_value_is_read_or_refused(endpoint: str) -> None:
     READERS[endpoint](WHOLE[endpoint])

@@ -216,6 +216,7 @@ def asking(server: LiveServer, num: int) -> Iterator[socket.socket]:
         yield link
 
 
+@pytest.mark.breadth
 def test_a_client_that_takes_nothing_of_an_answer_is_left(tiny: Callable[[str], Path]) -> None:
     with live_server(tiny("llama"), stall_seconds=1) as server:
         (listener,) = server.server.servers[0].sockets

@@ -191,6 +191,7 @@ def parts(seed: int, reason: str = "stop") -> tuple[list[StreamDelta], RequestOu
     return deltas, RequestOutput(0, "assistant:<think>\n", [5], [made])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_response_of_three_items(seed: int) -> None:
     responses = pytest.importorskip("openai.types.responses")

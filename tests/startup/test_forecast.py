@@ -60,6 +60,7 @@ def test_speeds_are_those_measured_on_an_h200() -> None:
         assert made.tokens_per_s == pytest.approx(row["tokens_per_s"], rel=0.03)
 
 
+@pytest.mark.some(25)
 @pytest.mark.parametrize("model", [LLAMA_8B, GEMMA_LIKE], ids=["full", "windows"])
 @pytest.mark.parametrize(
     ("gpu_gib", "ranks"),

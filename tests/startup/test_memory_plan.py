@@ -366,6 +366,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(dtype)
 
 
+@pytest.mark.some(4)
 @needs_compiler
 @pytest.mark.parametrize(("tokens", "seqs"), [(512, 4), (61, 60)], ids=["prompts", "decodes"])
 @pytest.mark.parametrize(
@@ -403,6 +404,7 @@ def test_the_inputs_of_all_layers_are_planned(
     assert measured <= estimated <= 1.8 * measured
 
 
+@pytest.mark.some(2)
 @needs_compiler
 @pytest.mark.parametrize(("tokens", "seqs"), [(2048, 4), (61, 60)], ids=["prompts", "decodes"])
 @pytest.mark.parametrize("name", ["llama", "glm4-moe", "gemma3-softcap"])

@@ -143,6 +143,7 @@ def test_scores_of_prompts(tmp_path: Path, in_c: bool) -> None:
     assert_steps_fit(engine)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_long_streamed_context(tiny: Tiny, name: str) -> None:
     """64K tokens: of those on the host a step holds what is in the ring, which is planned apart."""

@@ -82,6 +82,7 @@ def is_left(name: str) -> bool:
 MODELS = {name: name for name in TINY}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", named(MODELS, "llama-tied", "qwen3-moe", "nemotron-h"))
 def test_weights_are_those_that_the_engine_holds(tiny: Tiny, tmp_path: Path, name: str) -> None:
     for path, method in variants(tiny(name), tmp_path, name):

@@ -75,6 +75,7 @@ def await_true(condition: Callable[[], bool]) -> None:
 # -- bounds ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("template", "match"), BOMBS.values(), ids=list(BOMBS))
 def test_a_bomb_is_an_error_and_the_next_text_is_rendered(
     process: TemplateProcess, monkeypatch: pytest.MonkeyPatch, template: str, match: str
@@ -307,6 +308,7 @@ def orphan() -> Iterator[Callable[[bool], int]]:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
 def test_a_worker_ends_after_its_owner(orphan: Callable[[bool], int], is_busy: bool) -> None:
     pid = orphan(is_busy)

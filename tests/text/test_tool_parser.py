@@ -545,6 +545,7 @@ BARE = "<|tool_call>call:now"
 PYTHON_CALL = f"{LFM2}[now("
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "text",
     [

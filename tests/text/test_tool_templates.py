@@ -241,6 +241,7 @@ def test_a_template_for_tools_alone_may_show_thoughts(
     assert reasoning is not None and reasoning.name == "cohere_command3"
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_call_comes_back_as_it_was(
     tiny: Callable[[str], Path], tmp_path: Path, name: str

@@ -87,6 +87,7 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_rank_gets_all_columns(ranks: Make, size: int) -> None:
     shapes = st.tuples(
@@ -264,6 +265,7 @@ def test_ranks_that_gather_different_shapes_are_told() -> None:
         assert any("gives rows of another shape" in str(end) for end in at_once(groups, run))
 
 
+@pytest.mark.some(1)
 def test_closing_leaves_no_descriptor_and_no_mapping(ranks: Make) -> None:
     def run() -> tuple[Counter[str], int]:
         with ranks(2) as groups:

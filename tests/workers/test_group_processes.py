@@ -57,6 +57,7 @@ def gathered(group: Group, value: float) -> list[list[float]]:
     return group.gather(torch.full((2, 3), value), WIDTHS).tolist()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", BOTH)
 def test_processes_gather_until_one_aborts(kind: str) -> None:
     """The other one gives twice what it got before; over shared memory it replays."""
@@ -70,6 +71,7 @@ def test_processes_gather_until_one_aborts(kind: str) -> None:
         assert second.returncode == 0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_rank_that_dies_ends_the_wait_for_it(kind: str) -> None:
     with two_processes(kind) as (group, second):

@@ -80,6 +80,7 @@ def reported(plan: MemoryPlan) -> dict[str, int]:
     }
 
 
+@pytest.mark.some(9)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", THEIRS], indirect=True)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3.5", "gemma4-shared", "qwen3-moe"])

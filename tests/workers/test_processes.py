@@ -193,6 +193,7 @@ def test_workers_end_also_if_what_is_done_then_fails(
     assert "while waking others" in caplog.text
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.1])
 def test_a_worker_that_is_killed_while_it_starts(start: Start, delay_s: float) -> None:
     with pytest.raises(EngineError, match="worker 1 of 2 was killed by SIGKILL"):
@@ -389,6 +390,7 @@ def test_a_closed_group_says_so(start: Start) -> None:
             call()
 
 
+@pytest.mark.breadth
 def test_a_group_that_nobody_holds_is_closed(start: Start) -> None:
     before = open_descriptors()
     group = ready(WorkerProcesses(ECHO, 2, {}))
@@ -414,6 +416,7 @@ def test_a_group_may_be_freed_by_its_own_thread() -> None:
     assert not open_descriptors() - before
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("executable", ["", None])
 def test_a_python_inside_another_program(
     monkeypatch: pytest.MonkeyPatch, executable: str | None
@@ -575,6 +578,7 @@ def test_closing_wakes_who_waits_for_a_reply(start: Start, monkeypatch: pytest.M
         timer.join()
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("rounds", [10, pytest.param(50, marks=pytest.mark.slow)])
 def test_many_groups_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
@@ -627,6 +631,7 @@ def fault_at_random(rng: random.Random, fault: str) -> None:
         group.close()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("rounds", [1, pytest.param(100, marks=pytest.mark.slow)])
 def test_faults_at_random_instants(fault: str, rounds: int) -> None:

@@ -73,6 +73,7 @@ def run(engine: LLMEngine) -> list[Any]:
     return Driver(engine).run(PROMPTS, PARAMS)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(
@@ -116,6 +117,7 @@ def test_ranks_guess_as_one_process(
         assert where == there and torch.equal(row, other), "the head says something else"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("layout", [LAYOUTS["resident"], LAYOUTS["streamed"]], ids=str)
 def test_a_step_whose_head_does_not_come_runs_again(
     heads: Any, numbers: list[Iterator[int]], layout: dict[str, Any]

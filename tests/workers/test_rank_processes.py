@@ -135,6 +135,7 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(
     assert not pids
 
 
+@pytest.mark.breadth
 def test_ranks_that_do_not_start_leave_nothing_open(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_truncated_record_is_refused(record: StepRecord, data: st.DataObject) 
         decode(body + bytes(4))
 
 
+@pytest.mark.breadth
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(records(), st.data())
 def test_a_damaged_number_is_refused_or_gives_another_record(

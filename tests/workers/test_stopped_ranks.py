@@ -129,6 +129,7 @@ def of_two(tiny: Callable[[str], Path]) -> dict[str, Any]:
     return {"model": tiny("llama"), "tensor_parallel_size": 2, "num_threads": 2} | blocks
 
 
+@pytest.mark.breadth
 def test_a_second_interrupt_ends_the_wait_for_a_stopped_rank(
     tiny: Callable[[str], Path], pids: list[int]
 ) -> None:
@@ -160,6 +161,7 @@ def test_closing_ends_the_wait_for_a_stopped_rank(
     assert not Path(f"/proc/{pids[0]}").exists()
 
 
+@pytest.mark.breadth
 def test_closing_an_async_llm_ends_the_wait_for_a_stopped_rank(
     tiny: Callable[[str], Path], pids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

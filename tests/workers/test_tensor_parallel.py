@@ -165,6 +165,7 @@ def alone(folder: Path, dtype: str, way: str) -> list[list[Scores]]:
     return run(folder, 1, dtype, **WAYS[way])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "way",
     [
@@ -179,6 +180,7 @@ def test_ranks_have_the_bits_of_one_process(tiny: Tiny, way: str, size: int) -> 
     assert run(folder, size, **WAYS[way]) == alone(folder, "float32", way)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -283,6 +285,7 @@ def test_codes_of_a_gguf(
         assert_all_replay(replays, size)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-next"])
 def test_codes_of_fp8(tiny: Tiny, tmp_path: Path, name: str) -> None:
     """Float32 on any CPU: norms of heads, an odd number of whole blocks; rows that lie head by
