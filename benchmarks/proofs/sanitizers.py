@@ -248,7 +248,7 @@ def run_tests(check: Check, tree: Path, folder: Path) -> tuple[int, str]:
         "OMP_WAIT_POLICY": "passive",
     }
     options = ["-q", "-s", "-rs", "-p", "no:cacheprovider", f"--basetemp={folder / 'tests'}"]
-    options += ["-m", "not slow"]
+    options += ["-m", "not slow"]  # those of breadth, too
     return run([sys.executable, "-m", "pytest", *options, *check.tests.split()], environment, tree)
 
 
