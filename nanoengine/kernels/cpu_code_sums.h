@@ -25,17 +25,6 @@
 
 enum { GROUP_PAIRS = GROUP / 2, SUM_ROWS = 6 };
 
-/* Whether a format is multiplied so in vectors. */
-INLINE int is_summed(int format) {
-    switch (format) {
-    case Q4_0: case Q4_1: case Q4_K: case MXFP4: case INT4: case IQ4_NL: case IQ4_XS:
-    case Q5_0: case Q5_1: case Q5_K: case Q6_K: case Q2_K: case Q3_K:
-    case IQ3_XXS: case IQ3_S: case IQ2: case IQ1:
-        return MODE == BF16_PAIRS && HAVE_PAIRS;
-    default: return 0;
-    }
-}
-
 /* Where the words of a group's codes begin in a panel; an output has as many in a group as a code has bits. */
 INLINE int64_t sums_at(int64_t group, const int format) {
     const int64_t per_block = FORMAT[format].weights / GROUP;

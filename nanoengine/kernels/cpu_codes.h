@@ -22,6 +22,41 @@
 #include "cpu_levels.h"
 #include "cpu_tiles.h"
 
+/* ---- the ways of a format ---------------------------------------------------------------------- */
+
+/* Whether a format is multiplied in vectors as codes: see cpu_code_sums.h. */
+INLINE int is_summed(const int format) {
+    switch (format) {
+    case Q4_0: case Q4_1: case Q4_K: case MXFP4: case INT4: case IQ4_NL: case IQ4_XS:
+    case Q5_0: case Q5_1: case Q5_K: case Q6_K: case Q2_K: case Q3_K:
+    case IQ3_XXS: case IQ3_S: case IQ2: case IQ1:
+        return MODE == BF16_PAIRS && HAVE_PAIRS;
+    default: return 0;
+    }
+}
+
+/* Whether codes of a tiled weight are looked up: see cpu_lookup.h. */
+INLINE int stands_left(const int format) {
+    switch (format) {
+    case DENSE: case FP8: case NVFP4: case NF4: case Q2_K: case Q3_K: case IQ2: case IQ1: return 0;
+    case BF16: case F16: case BF12: return 0;
+    default: return 1;
+    }
+}
+
+/* Whether rows of 8 bits meet its codes, if rows are rounded: see cpu_int8.h. */
+INLINE int has_integers(const int format) {
+    return format != DENSE && format != BF12 && format != MXFP4 && format != FP8 && format != NVFP4 && format != NF4 &&
+           !has_numbers(format);
+}
+
+/* Whether numbers are made of codes: for products, or for a row of an embedding. Functions of other formats are empty. */
+INLINE int becomes_numbers(const int format) {
+    return WITH_ROUNDED || !is_summed(format) || (HAVE_TILES && !stands_left(format));
+}
+/* Whether few rows meet codes that become numbers in registers. */
+INLINE int meets_few_rows(const int format) { return !is_summed(format) && !(WITH_ROUNDED && has_integers(format)); }
+
 /* ---- halves and words of LANES outputs -------------------------------------------------------- */
 
 typedef struct { const char *halves, *words; } block_t; /* at the first of LANES outputs */
@@ -361,19 +396,14 @@ INLINE void unpack_group(const char *panel, const levels_t *levels, int64_t grou
     }
 }
 
-#if MODE == F32
 #define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) \
     f(MXFP4) f(INT4) f(INT8) f(FP8) f(NVFP4) f(NF4) f(IQ4_NL) f(IQ4_XS) f(Q2_K) f(Q3_K) \
     f(IQ2) f(BF16) f(F16)
-#elif HAVE_TILES /* the others: cpu_lookup.h */
-#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4) f(Q2_K) f(Q3_K) f(IQ2)
-#else /* cpu_code_sums.h */
-#define EACH_FORMAT(f) f(Q8_0) f(INT8) f(FP8) f(NVFP4) f(NF4)
-#endif
 #define UNPACK(format)                                                                              \
     static void unpack_##format(const char *panel, const levels_t *levels, int64_t group,           \
                                 int64_t column, int64_t columns, unpacked_t to) {                   \
-        if (IS_HELD(format)) unpack_group(panel, levels, group, column, columns, to, format);       \
+        if (IS_HELD(format) && becomes_numbers(format))                                             \
+            unpack_group(panel, levels, group, column, columns, to, format);                        \
     }
 EACH_FORMAT(UNPACK)
 typedef void unpack_t(const char *, const levels_t *, int64_t, int64_t, int64_t, unpacked_t);
@@ -474,7 +504,7 @@ INLINE void multiply_codes(const char *panel, const levels_t *levels, int64_t gr
     static void multiply_##format##_##rows(const char *panel, const levels_t *levels, int64_t groups, \
                                            int64_t column, int64_t columns, const char *x,          \
                                            int64_t x_stride, float *acc) {                          \
-        if (IS_HELD(format))                                                                        \
+        if (IS_HELD(format) && meets_few_rows(format))                                              \
             multiply_codes(panel, levels, groups, column, columns, x, x_stride, acc, rows, format); \
     }
 typedef void multiply_codes_t(const char *, const levels_t *, int64_t, int64_t, int64_t, const char *, int64_t,
@@ -516,7 +546,7 @@ INLINE void multiply_run(const char *panel, const levels_t *levels, int64_t begi
                                                int64_t end, int64_t column, int64_t columns,        \
                                                const char *x, int64_t x_stride, int64_t to_last,    \
                                                memory_ahead_t *next, float *acc) {                  \
-        if (IS_HELD(format))                                                                        \
+        if (IS_HELD(format) && meets_few_rows(format))                                              \
             multiply_run(panel, levels, begin, end, column, columns, x, x_stride, to_last, next, acc,  \
                          rows, format);                                                             \
     }

@@ -18,14 +18,6 @@
 
 enum { HALF_PANEL = PANEL / 2, FOUR_BYTES = 2 * GROUP }; /* of the codes of four outputs */
 
-INLINE int stands_left(int format) {
-    switch (format) {
-    case DENSE: case FP8: case NVFP4: case NF4: case Q2_K: case Q3_K: case IQ2: case IQ1: return 0;
-    case BF16: case F16: case BF12: return 0;
-    default: return 1;
-    }
-}
-
 int is_left_format(int64_t format) { return stands_left((int)format); }
 
 /* Bytes of the codes of a group of half a panel. */

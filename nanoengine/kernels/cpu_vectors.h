@@ -19,7 +19,10 @@
 #define NOINLINE static __attribute__((noinline)) /* where it would grow a function that GCC takes long for */
 #define UNROLL _Pragma("GCC unroll 16")
 
-enum { F32, BF16_WIDE, BF16_PAIRS, BF16_TILES };
+#define F32 0 /* not an enum: #if reads them */
+#define BF16_WIDE 1
+#define BF16_PAIRS 2
+#define BF16_TILES 3
 /* Whether what this is compiled for has a mode: functions of the others are empty. */
 #define HAS_MODE(mode) ((mode) < BF16_PAIRS || ((mode) == BF16_PAIRS ? HAVE_PAIRS : HAVE_TILES))
 

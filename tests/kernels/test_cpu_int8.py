@@ -161,7 +161,9 @@ def test_codes_that_are_no_integers_are_multiplied_as_numbers(
 ) -> None:
     exact = CpuLinear.load(CallTape(), build_folder, (), F32, formats=frozenset(FORMATS))
     weight, x = random_weight(name, 64, 256, F32), normal(7, 256)
-    assert same_bits(load(build_folder).pack(weight)(x), exact.pack(weight)(x))
+    got, want = load(build_folder).pack(weight), exact.pack(weight)
+    for rows in (1, 2, 4, 7):
+        assert same_bits(got(x[:rows]), want(x[:rows])), rows
 
 
 @pytest.mark.breadth
@@ -252,6 +254,18 @@ def test_small_experts_of_many_rows_are_as_one_by_one(build_folder: Path) -> Non
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         assert same_bits(packed(x), want), threads
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_rows_of_an_embedding_are_the_numbers(
+    build_folder: Path, dtype: torch.dtype, name: str
+) -> None:
+    if dtype is BF16 and not is_supported():
+        pytest.skip("no AVX512-BF16 here")
+    weight = random_weight(name, 70, 512, dtype)
+    rows = load(build_folder, dtype=dtype).pack(weight).gather_rows(torch.arange(70))
+    assert torch.equal(rows, weight.numbers())
 
 
 def test_bfloat16_rows_are_rounded_alike(build_folder: Path) -> None:
