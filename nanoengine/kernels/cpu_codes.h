@@ -44,18 +44,12 @@ INLINE int stands_left(const int format) {
     }
 }
 
-/* Whether rows of 8 bits meet its codes, if rows are rounded: see cpu_int8.h. */
-INLINE int has_integers(const int format) {
-    return format != DENSE && format != BF12 && format != MXFP4 && format != FP8 && format != NVFP4 && format != NF4 &&
-           !has_numbers(format);
-}
-
 /* Whether numbers are made of codes: for products, or for a row of an embedding. Functions of other formats are empty. */
 INLINE int becomes_numbers(const int format) {
     return WITH_ROUNDED || !is_summed(format) || (HAVE_TILES && !stands_left(format));
 }
 /* Whether few rows meet codes that become numbers in registers. */
-INLINE int meets_few_rows(const int format) { return !is_summed(format) && !(WITH_ROUNDED && has_integers(format)); }
+INLINE int meets_few_rows(const int format) { return !is_summed(format); }
 
 /* ---- halves and words of LANES outputs -------------------------------------------------------- */
 
