@@ -48,8 +48,6 @@ INLINE int stands_left(const int format) {
 INLINE int becomes_numbers(const int format) {
     return WITH_ROUNDED || !is_summed(format) || (HAVE_TILES && !stands_left(format));
 }
-/* Whether few rows meet codes that become numbers in registers. */
-INLINE int meets_few_rows(const int format) { return !is_summed(format); }
 
 /* ---- halves and words of LANES outputs -------------------------------------------------------- */
 
@@ -498,7 +496,7 @@ INLINE void multiply_codes(const char *panel, const levels_t *levels, int64_t gr
     static void multiply_##format##_##rows(const char *panel, const levels_t *levels, int64_t groups, \
                                            int64_t column, int64_t columns, const char *x,          \
                                            int64_t x_stride, float *acc) {                          \
-        if (IS_HELD(format) && meets_few_rows(format))                                              \
+        if (IS_HELD(format) && !is_summed(format))                                                  \
             multiply_codes(panel, levels, groups, column, columns, x, x_stride, acc, rows, format); \
     }
 typedef void multiply_codes_t(const char *, const levels_t *, int64_t, int64_t, int64_t, const char *, int64_t,
@@ -540,7 +538,7 @@ INLINE void multiply_run(const char *panel, const levels_t *levels, int64_t begi
                                                int64_t end, int64_t column, int64_t columns,        \
                                                const char *x, int64_t x_stride, int64_t to_last,    \
                                                memory_ahead_t *next, float *acc) {                  \
-        if (IS_HELD(format) && meets_few_rows(format))                                              \
+        if (IS_HELD(format) && !is_summed(format))                                                  \
             multiply_run(panel, levels, begin, end, column, columns, x, x_stride, to_last, next, acc,  \
                          rows, format);                                                             \
     }
