@@ -235,11 +235,11 @@ class _Team:
             poll.register(fd, select.POLLIN)
         while alive:
             for worker in {alive[fd] for fd, _ in poll.poll()}:
-                failure = worker.take_in()
-                if failure is None:
-                    with self._news:
+                with self._news:  # nobody looks between what is read and what it is kept as
+                    failure = worker.take_in()
+                    if failure is None:
                         self._news.notify_all()
-                    continue
+                        continue
                 self._fail(failure)
                 worker.has_ended(EXIT_S)  # was killed now, if it had not ended
                 for fd in [fd for fd, other in alive.items() if other is worker]:

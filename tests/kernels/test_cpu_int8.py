@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from coded import random_rows, random_weight
-from marks import SMALLER, needs_compiler, use_tiles
+from marks import HAS_TILES, SMALLER, named, needs_compiler, use_tiles
 from torch import Tensor
 
+from nanoengine.kernels import cpu_linear, packed_weight
 from nanoengine.kernels.c_build import cpu_flags
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
@@ -25,6 +26,7 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 F32, BF16 = torch.float32, torch.bfloat16
 # (outputs, inputs): whole panels, less than one, and an odd number of half panels.
 SHAPES = [(64, 256), (33, 512), (200, 768)]
+IN_TILES = "Q4_0", "Q4_K", "Q8_0"  # of default tests
 # What bytes are multiplied with: this CPU's best, pairs in 16 bits, and numbers one by one.
 BUILDS: dict[str, tuple[str, ...]] = {"native": (), **SMALLER}
 if platform.machine() == "x86_64":
@@ -36,11 +38,14 @@ if platform.machine() == "x86_64":
 ALIKE = [build for build in BUILDS if build != "plain"]  # in all bits
 
 
-def load(folder: Path, build: str = "native", dtype: torch.dtype = F32) -> CpuLinear:
+def load(
+    folder: Path,
+    build: str = "native",
+    dtype: torch.dtype = F32,
+    formats: frozenset[str] = frozenset(FORMATS),
+) -> CpuLinear:
     flags = BUILDS[build]
-    return CpuLinear.load(
-        CallTape(), folder, flags, dtype, formats=frozenset(FORMATS), rounds_rows=True
-    )
+    return CpuLinear.load(CallTape(), folder, flags, dtype, formats=formats, rounds_rows=True)
 
 
 @pytest.fixture(
@@ -276,13 +281,17 @@ def test_bfloat16_rows_are_rounded_alike(build_folder: Path) -> None:
     assert same_bits(packer.pack(weight).in_float(x), exact.pack(weight)(x.float()))
 
 
-@pytest.mark.parametrize("name", sorted(INTEGER_FORMATS))
+@pytest.mark.parametrize("name", named({name: name for name in sorted(INTEGER_FORMATS)}, *IN_TILES))
 def test_matrix_tiles_give_the_bits_of_vectors(
     build_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Many rows are multiplied in tiles, few in vectors."""
     use_tiles(monkeypatch)
-    packer = load(build_folder, dtype=BF16)
+    formats = frozenset(FORMATS)
+    if not HAS_TILES and name in IN_TILES:  # no other default test has this library
+        monkeypatch.setattr(cpu_linear, "held_bits", packed_weight.held_bits)
+        formats = frozenset(IN_TILES)
+    packer = load(build_folder, dtype=BF16, formats=formats)
     for outputs, inputs in SHAPES:
         product = packer.pack(random_weight(name, outputs, inputs, BF16))
         x = normal(150, inputs).to(BF16)

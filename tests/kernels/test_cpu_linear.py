@@ -369,8 +369,8 @@ def test_wrong_weights_are_refused(packer):
 
 @pytest.mark.usefixtures("our_products")
 def test_the_arena_hands_out_memory_once(build_folder):
-    library = c_build.load_library(cpu_linear.SOURCE, build_folder)
-    arena = WeightArena(library)
+    path, flags = cpu_linear.products_source(torch.float32, frozenset(), rounds_rows=False)
+    arena = WeightArena(c_build.load_library(path, build_folder, flags))
     sizes = [1, 100, 40 << 20, 30 << 20, 70 << 20, 7]
     parts = [arena.allocate(size) for size in sizes]
     assert [len(part) for part in parts] == sizes
@@ -385,8 +385,9 @@ def test_the_arena_hands_out_memory_once(build_folder):
 
 @pytest.mark.usefixtures("our_products")
 def test_both_sources_share_a_folder(build_folder):
+    path, flags = cpu_linear.products_source(torch.float32, frozenset(), rounds_rows=False)
     attention = c_build.build_library(build_folder)
-    linear = c_build.build_library(build_folder, source=cpu_linear.SOURCE)
+    linear = c_build.build_library(build_folder, flags, path)
     assert attention != linear
     assert attention.parent == linear.parent == build_folder
 

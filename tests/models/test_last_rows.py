@@ -77,7 +77,8 @@ def generated(llm: LLM, prompt_logprobs: int | None) -> list[Any]:
 def test_outputs_are_those_of_a_step_that_computes_all_rows(
     tiny: Tiny, family: str, streams: bool
 ) -> None:
-    settings = STREAMING if streams else RESIDENT
+    # debug_kv fills the host pool with NaN: seconds where that is as large as it may be.
+    settings = STREAMING | {"kv_offload_gib": 0.01} if streams else RESIDENT
     wanted: dict[str, Any] = {"enable_prefix_caching": False, **CHUNKS}
     with LLM(tiny(family), dtype="bfloat16", **(settings | wanted)) as llm:
         watch = Watch(llm)

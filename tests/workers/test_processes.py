@@ -276,6 +276,23 @@ def test_what_came_in_time_is_read_also_later(
     timer.join()
 
 
+def test_what_is_being_taken_in_has_come(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between what the watching thread has read and what it keeps there is no silence."""
+    group = ready(start(count=1))
+    has_come, read = threading.Event(), channel.Channel.read
+
+    def slow(each: channel.Channel) -> bool:
+        has_sent = read(each)
+        has_come.set()
+        time.sleep(0.3)
+        return has_sent
+
+    monkeypatch.setattr(channel.Channel, "read", slow)
+    group.send(entries.ECHO)
+    assert has_come.wait(START_S)
+    assert group.receive(0.05) == [b"1:"]
+
+
 def test_a_worker_that_shows_progress_is_waited_for(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
