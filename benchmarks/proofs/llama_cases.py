@@ -140,6 +140,13 @@ OTHERWISE: dict[str, dict[str, Any] | None] = {
     "kimi-linear-dense": None,
     "lfm2": {"conv_bias": False},
     "llama-sharded": None,
+    "mellum": {
+        "mlp_layer_types": ["sparse"] * 3,
+        "rope_parameters": {
+            "full_attention": YARN_ROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": YARN_ROPE["rope_theta"]},
+        },
+    },
     "nemotron-h-moe": {"layers_block_type": EXPERTS_ALONE, "num_hidden_layers": 8},
     "olmo2": {"attention_bias": False},
     "olmo3": EVERY_FOURTH
@@ -163,6 +170,7 @@ KNOWN = {
     "arcee": BETAS,
     "deepseek-v2": "llama.cpp chooses groups by their two best experts, as V3; V2 by the best one",
     "gpt-oss": RAMP,
+    "mellum": BETAS,
     **dict.fromkeys(("laguna", "laguna-dense"), FACTORS),
     "mistral-window": NO_WINDOW.format("llama"),
     "mixtral": NO_WINDOW.format("llama"),
@@ -224,7 +232,9 @@ FUSED += ("falcon-h1", "kimi-linear")
 
 def variants() -> dict[str, Case]:
     """What files of one architecture may have beside the usual."""
-    arcee, olmo3, v2 = (OTHERWISE[name] or {} for name in ("arcee", "olmo3", "deepseek-v2"))
+    arcee, mellum, olmo3, v2 = (
+        OTHERWISE[name] or {} for name in ("arcee", "mellum", "olmo3", "deepseek-v2")
+    )
     linear = {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}
     long = {"rope__scaling__original_context_length": 64}
     by_factor = USUAL_YARN | {"rope__scaling__attn_factor": 1.3}
@@ -239,6 +249,7 @@ def variants() -> dict[str, Case]:
         "llama, Llama 3's RoPE": Case("llama", {}, with_divisors),
         "llama, YaRN": Case("llama", {}, with_settings(**YARN)),
         "arcee, usual YaRN": Case("arcee", arcee, with_settings(**USUAL_YARN)),
+        "mellum, usual YaRN": Case("mellum", mellum, with_settings(**USUAL_YARN)),
         "olmo3, usual YaRN": Case("olmo3", olmo3, with_settings(**USUAL_YARN)),
         "qwen2, usual YaRN": Case("qwen2", {}, with_settings(**USUAL_YARN)),
         "qwen2, attn_factor": Case("qwen2", {}, with_settings(**by_factor)),

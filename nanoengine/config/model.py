@@ -175,7 +175,9 @@ class ExpertsConfig:
     models.experts.SCORES. renormalises: a token's are divided by their sum; then `scaling`
     multiplies them. top_groups: of num_groups groups of experts, those open to a token, which are
     those whose group_best best experts have the largest sum.
-    shared_size: of the expert that all tokens go to (0: none). has_bias: of all products here.
+    shared_size: of the expert that all tokens go to (0: none). averages_shared: what it gives and
+    the sum of the others count by half, which `scaling` does to the latter. has_bias: of all
+    products here.
     has_choice_bias: scores have a bias for the choice alone. least_sum: is added to the sum that
     scores are divided by, so that it is never 0. exact_router: its weight is in float32, whatever
     the dtype of the model. latent_size: of what experts take and give, with a product before them
@@ -193,6 +195,7 @@ class ExpertsConfig:
     top_groups: int = 1
     group_best: int = 2
     shared_size: int = 0
+    averages_shared: bool = False
     has_bias: bool = False
     has_choice_bias: bool = False
     least_sum: float = LEAST_SUM
@@ -315,6 +318,7 @@ class ModelConfig:
     latent: None: heads have keys and values of their own. has_mtp: the head for multi-token
     prediction is part of it: a layer more with attention, number num_layers, see models/mtp.py.
     has_qk_norm: False: it has none of the norms of q and k that others of its architecture have.
+    norm_after_eps: of the norms of what is added to the residual stream; None: as of the others.
     """
 
     architecture: str
@@ -338,6 +342,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     attn_logit_softcap: float | None = None
     final_logit_softcap: float | None = None
+    norm_after_eps: float | None = None
     wrapper: str = ""
     recurrent: AnyRecurrent | None = None
     attends_beside: bool = False

@@ -42,33 +42,43 @@ def read_experts(
     # transformers 5 writes the first name for models that have another one at the hub.
     given = next((key for key in COUNTS if content.get(key) is not None), COUNTS[-1])
     dense = tuple(i for i, mixer in enumerate(mixers) if not mixer.endswith(EXPERTS))
-    dense = dense if mixers else _dense_layers(content, num_layers)
+    dense = dense if mixers else dense_layers(content, num_layers)
     if content.get(given) == 0 or len(dense) == num_layers:
         return None
     count, inner = content.size(given, limit=MAX_EXPERTS), content.size(names.inner_size)
-    renormalises, shared = names.renormalises, 0
-    is_scaled = names.shared == "shared_experts" or names.scoring == "sigmoid"
+    scoring, shared = content.get(names.scoring_key) if names.scoring_key else names.scoring, 0
+    is_scaled = names.shared == "shared_experts" or scoring == "sigmoid"
     if names.shared_size:
         has_none = content.get(names.shared_size) == 0 and not names.has_shared_gate
         shared = 0 if has_none else content.size(names.shared_size)
     elif names.shared and content.get(names.num_shared) != 0:
         shared = inner * content.size(names.num_shared, limit=MAX_EXPERTS)
+    averages = bool(shared and names.combination) and content.get(names.combination) == "average"
+    scaling = content.real("routed_scaling_factor", 1.0) if is_scaled else 1.0
     return ExpertsConfig(
         count=count,
         top_k=content.size(names.top_k, limit=count),
         inner_size=inner,
-        renormalises=content.flag("norm_topk_prob") if renormalises is None else renormalises,
+        renormalises=_renormalises(content, names, scoring),
         dense_layers=dense,
         has_bias=names.has_bias,
         exact_router=names.exact_router,
-        scoring=names.scoring,
-        scaling=content.real("routed_scaling_factor", 1.0) if is_scaled else 1.0,
+        scoring=scoring,
+        scaling=scaling / 2 if averages else scaling,
         shared_size=shared,
+        averages_shared=averages,
         has_choice_bias=names.has_choice_bias and content.get("use_expert_bias") is not False,
         least_sum=names.least_sum,
         latent_size=_latent_size(content, names),
         **_groups(content, names, count),
     )
+
+
+def _renormalises(content: CheckedJson, names: ExpertNames, scoring: str) -> bool:
+    """Cohere's softmax is over the scores of the chosen alone."""
+    if names.scoring_key and scoring == "softmax":
+        return True
+    return content.flag("norm_topk_prob") if names.renormalises is None else names.renormalises
 
 
 def _latent_size(content: CheckedJson, names: ExpertNames) -> int:
@@ -108,10 +118,10 @@ def _groups(content: CheckedJson, names: ExpertNames, count: int) -> dict[str, i
     return {"num_groups": num_groups, "top_groups": top_groups, "group_best": group_best}
 
 
-def _dense_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
-    """DeepSeek's, LFM2's: the first. GLM's: those listed by their kind. Qwen's: those listed, and
-    all but every `decoder_sparse_step`-th. ERNIE's: the first, the last, and all but every
-    `moe_layer_interval`-th.
+def dense_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
+    """Those without experts. DeepSeek's, LFM2's: the first. GLM's: those listed by their kind.
+    Qwen's: those listed, and all but every `decoder_sparse_step`-th. ERNIE's: the first, the last,
+    and all but every `moe_layer_interval`-th. Raises CorruptModelError.
     """
     kinds = content.get("mlp_layer_types")
     if kinds is not None:

@@ -17,7 +17,7 @@ from nanoengine.config.model import (
     RopeConfig,
 )
 from nanoengine.errors import CorruptModelError, ModelNotFoundError, UnsupportedModelError, shown
-from nanoengine.loading.experts_json import read_experts
+from nanoengine.loading.experts_json import dense_layers, read_experts
 from nanoengine.loading.fp8 import GROUP, fp8_block
 from nanoengine.loading.kimi import read_kimi, with_usual_keys
 from nanoengine.loading.latent_json import latent_scalar, read_latent
@@ -65,6 +65,8 @@ from nanoengine.text.tokenizer_files import read_eos_id
 
 MAX_LAYERS = 10_000
 DOUBLES = "linear_allow_neg_eigval"  # RecurrentConfig's doubles_steps
+SIZES = ("num_attention_heads", "hidden_size", "vocab_size")
+LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # as of Factors
 
 
@@ -82,8 +84,7 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     architecture, reads = ARCHITECTURES[name], ARCHITECTURES[name].reads
     _complete(content, architecture)
     codes = _codes(content, architecture)
-    num_heads = content.size("num_attention_heads")
-    hidden_size, vocab_size = content.size("hidden_size"), content.size("vocab_size")
+    num_heads, hidden_size, vocab_size = map(content.size, SIZES)
     mixers, num_layers = _layers(content, architecture)
     latent = read_latent(content, num_heads) if architecture.latent else None
     head_dim = latent.row_dim if latent else _head_dim(content, hidden_size // num_heads)
@@ -111,9 +112,10 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         no_rope_layers=_no_rope_layers(content, architecture, of_layers),
         eos_token_ids=_eos_token_ids(folder, content, vocab_size),
         windows=windows,
-        query_pre_attn_scalar=_query_scalar(content, architecture, latent),
+        query_pre_attn_scalar=_query_scalar(content, architecture, latent, head_dim),
         attn_logit_softcap=_softcap(content, reads, "attn_logit_softcapping"),
         final_logit_softcap=_softcap(content, reads, "final_logit_softcapping"),
+        norm_after_eps=content.real("post_norm_eps") if "post_norm_eps" in reads else None,
         wrapper=wrapper,
         recurrent=_recurrent(content, architecture, mixers, num_layers),
         attends_beside=architecture.hybrid == "beside",
@@ -141,7 +143,8 @@ def _complete(content: CheckedJson, architecture: Architecture) -> None:
     if architecture.hybrid == "kimi":
         with_usual_keys(content)
     if "layer_rope_theta" in architecture.reads:
-        with_one_theta(content, content.size("num_hidden_layers", limit=MAX_LAYERS))
+        num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
+        with_one_theta(content, num_layers, "layer_rope_theta" in architecture.needs)
     _refuse_settings(content, architecture)
 
 
@@ -156,7 +159,7 @@ def _head_dim(content: CheckedJson, usual: int) -> int:
 
 
 def _query_scalar(
-    content: CheckedJson, architecture: Architecture, latent: LatentConfig | None
+    content: CheckedJson, architecture: Architecture, latent: LatentConfig | None, head_dim: int
 ) -> float | None:
     reads, defaults = architecture.reads, architecture.defaults
     if latent is not None:
@@ -165,13 +168,15 @@ def _query_scalar(
         if content.get("attention_multiplier") is None and "attention_multiplier" in defaults:
             return None  # the usual root of head_dim
         return _factor(content, reads, "attention_multiplier") ** -2
+    if "qk_scale_factor" in reads:  # of queries; then scores are divided as usual
+        return head_dim / _factor(content, reads, "qk_scale_factor") ** 2
     return content.real("query_pre_attn_scalar") if "query_pre_attn_scalar" in reads else None
 
 
 def _factors(content: CheckedJson, reads: Collection[str]) -> Factors:
-    """Cohere's and Falcon-H1's logits are multiplied, Granite's divided."""
+    """Cohere's, Falcon-H1's and Muse's logits are multiplied, Granite's divided."""
     factors = Factors(*(_factor(content, reads, name) for name in FACTORS))
-    by = (_factor(content, reads, name) for name in ("logit_scale", "lm_head_multiplier"))
+    by = (_factor(content, reads, name) for name in LOGIT_FACTORS)
     if "mup_enabled" in reads and content.flag("mup_enabled"):
         factors = replace(factors, embeddings=content.size("hidden_size") ** 0.5)
     return replace(factors, logits=factors.logits / math.prod(by))
@@ -288,7 +293,8 @@ def _no_rope_layers(
     if architecture.hybrid in ("apart", "kimi") or has_none:
         return tuple(range(num_layers))
     if architecture.ropes_in_windows and content.get("sliding_window") is not None:
-        return tuple(i for i, window in enumerate(windows) if window is None)
+        turned = dense_layers(content, num_layers) if _turns_dense(content, architecture) else ()
+        return tuple(i for i, window in enumerate(windows) if window is None and i not in turned)
     if "no_rope_layers" not in architecture.reads:
         return ()
     listed = content.get("no_rope_layers")
@@ -302,6 +308,12 @@ def _no_rope_layers(
             f"{content.path}: 'no_rope_layers' has {len(listed)} entries for {num_layers} layers"
         )
     return tuple(i for i, has_rope in enumerate(listed[:num_layers]) if not has_rope)
+
+
+def _turns_dense(content: CheckedJson, architecture: Architecture) -> bool:
+    """Cohere's layers without experts turn, windows or not, if all of them see all keys."""
+    key = "prefix_dense_sliding_window_pattern"
+    return key in architecture.reads and content.size(key) == 1
 
 
 def _lacks_rope(content: CheckedJson) -> bool:
@@ -395,6 +407,8 @@ def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
     }
     for key, values in architecture.requires.items():
         refused[key] = content.get(key) not in values
+    for key in architecture.needs:
+        refused[key] = content.get(key) is None
     for key, is_refused in refused.items():
         if is_refused:
             raise UnsupportedModelError(

@@ -80,9 +80,11 @@ def read_ropes_by_kind(
     return rope, local, max_position
 
 
-def with_one_theta(content: CheckedJson, num_layers: int) -> None:
+def with_one_theta(content: CheckedJson, num_layers: int, must_agree: bool) -> None:
     """Granite's theta of each layer, of which 0 is no RoPE, as `no_rope_layers` and one theta.
-    Raises UnsupportedModelError for several.
+
+    must_agree: with the model's theta, as transformers turns Muse's layers by that one alone.
+    Raises UnsupportedModelError for several thetas.
     """
     thetas = content.get("layer_rope_theta")
     if thetas is None:
@@ -96,7 +98,14 @@ def with_one_theta(content: CheckedJson, num_layers: int) -> None:
             f"must have one theta, or 0, for each of {num_layers} layers"
         )
     content.values["no_rope_layers"] = [int(theta != 0) for theta in thetas]
-    content.values["rope_parameters"] = _scaling(content) | {"rope_theta": max(thetas) or None}
+    scaling = _scaling(content)
+    own = scaling.get("rope_theta") or content.get("rope_theta")
+    if must_agree and any(thetas) and own != max(thetas):
+        raise UnsupportedModelError(
+            f"{content.path}: 'layer_rope_theta' has {max(thetas)}, and 'rope_parameters' "
+            f"{shown(own)}; two thetas are not supported"
+        )
+    content.values["rope_parameters"] = scaling | {"rope_theta": max(thetas) or None}
     content.values.pop("rope_scaling", None)
 
 

@@ -13,7 +13,10 @@ from typing import Any
 # have the text model's keys beside those for images, and one `model_type` for both.
 WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "AyaVisionForConditionalGeneration": {"cohere2": "Cohere2ForCausalLM"},
-    "Cohere2VisionForConditionalGeneration": {"cohere2": "Cohere2ForCausalLM"},
+    "Cohere2VisionForConditionalGeneration": {
+        "cohere2": "Cohere2ForCausalLM",
+        "cohere2_moe": "Cohere2MoeForCausalLM",
+    },
     "Exaone4_5_ForConditionalGeneration": {
         "exaone4": "Exaone4ForCausalLM",
         "exaone4_5_text": "Exaone4ForCausalLM",
@@ -47,6 +50,7 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
         "ministral3": "Ministral3ForCausalLM",
         "mistral": "MistralForCausalLM",
     },
+    "MuseGlimmerForConditionalGeneration": {"muse_glimmer_text": "MuseGlimmerForCausalLM"},
     "Qwen2VLForConditionalGeneration": {
         "qwen2_vl": "Qwen2ForCausalLM",
         "qwen2_vl_text": "Qwen2ForCausalLM",

@@ -10,6 +10,7 @@ from nanoengine.config.model import LEAST_SUM
 
 ROUTER = "mlp.gate.weight"  # the end of its name, whatever it has in the checkpoint
 CHOICE_BIAS = "e_score_correction_bias"  # of a router; stays in float32
+SINKS = "sinks"  # of heads, stay in float32, too
 LATENT_NAMES = ("fc1_latent_proj", "fc2_latent_proj")  # the products around experts
 # Of the head for multi-token prediction: the norms of the embedding, of what the model gave and
 # before the output head; and the product that joins the first two.
@@ -42,10 +43,11 @@ class ExpertNames:
     group_method: with which `topk_method` there are; "": with any. shared: the name of the expert
     that all tokens go to; "": none. num_shared: the key of how many experts it is as wide as;
     shared_size: the key of its size, where there is one. has_shared_gate: whether it has a gate.
-    latent_size: the key of ExpertsConfig's. top_k: the key of experts a token. switch: the key that
-    says whether there are any; "": there are. beside: if the experts' sum is added to what a feed-
-    forward gives, the norms after this, before the experts and after them; then the router has a
-    norm and scales of its own.
+    latent_size: the key of ExpertsConfig's. top_k: the key of experts a token. scoring_key: that of
+    `scoring`, where config.json says it; then a softmax renormalises. combination: the key that
+    says if ExpertsConfig's averages_shared. switch: the key that says whether there are any; "":
+    there are. beside: if the experts' sum is added to what a feed-forward gives, the norms after
+    this, before the experts and after them; then the router has a norm and scales of its own.
     """
 
     inner_size: str = "moe_intermediate_size"
@@ -67,6 +69,8 @@ class ExpertNames:
     has_shared_gate: bool = False
     latent_size: str = ""
     top_k: str = "num_experts_per_tok"
+    scoring_key: str = ""
+    combination: str = ""
     switch: str = ""
     beside: tuple[str, str, str] | None = None
 
@@ -79,10 +83,13 @@ class Architecture:
     recurrent_norms: the names of those of layers without attention, where these differ.
     rule_eps: eps of the norm behind a delta rule; None: as of the others.
     norm_offset: RMSNorm adds this to its weight, and is in fp32 throughout; None: neither.
+    last_norm_offset: that of the norm before the output head; None: the same.
+    norms_embeddings: embeddings go through RMSNorm without a weight.
     layer_norm: norms are LayerNorm instead, LayerOps.layer_norm. norm_bias: they have a bias.
     is_parallel: attention and feed-forward see the same norm of x, and both are added to x.
     qk_norm: RMSNorm of q and k before the rotation: over each "head", or over "all heads" at once.
-    norms_of_heads: the names of these two. norms_turned: they come after the rotation.
+    norms_of_heads: the names of these two; (): they have no weights. norms_turned: they come after
+    the rotation.
     v_norm: RMSNorm of each head of v, without a weight.
     qkv_bias: q, k and v have a bias even if config.json has no key for it. out_bias: the bias that
     config.json has a key for is also of the output.
@@ -121,7 +128,8 @@ class Architecture:
     keys: usual names of keys of config.json, with those that this architecture has instead.
     names: the same of parts of names of tensors.
     reads: the keys of config.json that this architecture reads and others do not.
-    requires: keys of config.json, each with the values that are supported.
+    requires: keys of config.json, each with the values that are supported. needs: keys that must
+    be there, as what transformers has without them is not done here.
     defaults: transformers' values for missing keys of config.json, where they differ from Llama's.
     own_code: classes in checkpoints' own code that are the same as those in transformers.
     """
@@ -131,11 +139,13 @@ class Architecture:
     recurrent_norms: NormNames | None = None
     rule_eps: float | None = None
     norm_offset: float | None = None
+    last_norm_offset: float | None = None
+    norms_embeddings: bool = False
     layer_norm: bool = False
     norm_bias: bool = False
     is_parallel: bool = False
     qk_norm: Literal["", "head", "all heads"] = ""
-    norms_of_heads: tuple[str, str] = ("q_norm", "k_norm")
+    norms_of_heads: tuple[str, str] | tuple[()] = ("q_norm", "k_norm")
     norms_turned: bool = False
     v_norm: bool = False
     qkv_bias: bool = False
@@ -168,5 +178,6 @@ class Architecture:
     requires: Mapping[str, tuple[Any, ...]] = field(
         default_factory=lambda: {"hidden_act": (None, "silu", "swish")}
     )
+    needs: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     own_code: tuple[str, ...] = ()

@@ -96,7 +96,7 @@ class Decoder:
         """`source` gives each tensor of `weight_shapes(config)` once, on `device` and in the final
         dtype; matrices may be codes if `ops` takes these.
         """
-        builder = LayerBuilder(config, source, ops)
+        builder = LayerBuilder(config, source, ops, device)
         self._embed, self._head, last_norm = builder.ends()
         self._inputs = builder.layer_inputs()
         parts = [builder.layer(index) for index in range(config.num_layers)]

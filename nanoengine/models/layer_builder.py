@@ -35,6 +35,7 @@ from nanoengine.models.layers import (
     SharedKVAttention,
 )
 from nanoengine.models.mtp import MtpParts
+from nanoengine.models.norms import Norms
 from nanoengine.models.products import MLP, Embed, Norm, Product
 from nanoengine.models.recurrent_builder import (
     Projection,
@@ -86,20 +87,25 @@ class LayerBuilder:
 
     Fuses q, k, v and gate, up. Puts the heads of q and k into the order that the rotation needs.
     The residual stream is held divided by config.factors.summands: what is added to it needs no
-    factor then, and norms see no difference but in their eps.
+    factor then.
     """
 
-    def __init__(self, config: ModelConfig, source: TensorSource, ops: LayerOps) -> None:
-        self._config = config
+    def __init__(
+        self, config: ModelConfig, source: TensorSource, ops: LayerOps, device: torch.device
+    ) -> None:
+        self._config, self._device = config, device
         self._architecture = ARCHITECTURES[config.architecture]
         self._ops = ops
         self._source = source
+        self._norms = Norms(config, source, device)
 
     def ends(self) -> tuple[Embed, Product, Norm | None]:
         """Token ids -> embeddings, and residual stream -> logits; and the last norm, where the
         latter is without it, as the head for multi-token prediction has another one.
         """
-        weight, last = self._source("model.embed_tokens.weight"), self._norm("model.norm")
+        architecture = self._architecture
+        last = self._norms.last()
+        weight = self._source("model.embed_tokens.weight")
         apart, norm = (last, None) if self._config.has_mtp else (None, last)
         embed: Embed
         fused, normed = self._fused(norm)
@@ -110,9 +116,15 @@ class LayerBuilder:
             head = self._ops.head(self._source("lm_head.weight"), fused)
         head = normed(head)
         factor = self._config.factors.embeddings / self._config.factors.summands
-        if self._architecture.scales_embeddings:
+        if architecture.scales_embeddings:
             factor = _root(self._config.hidden_size, weight.dtype)
+        if architecture.norms_embeddings:
+            embed = self._normed_embedding(embed)
         return embed if factor == 1 else _scaled(embed, factor), head, apart
+
+    def _normed_embedding(self, embed: Embed) -> Embed:
+        norm, ops = self._norms.unit(self._config.hidden_size), self._ops
+        return lambda token_ids: ops.rms_norm(embed(token_ids), norm)
 
     def layer_inputs(self) -> LayerInputs | None:
         """What makes the vectors that each layer gets; None if they get none."""
@@ -122,14 +134,14 @@ class LayerBuilder:
         weight = self._source("model.embed_tokens_per_layer.weight")
         embed = _scaled(ops.embedding(weight), _root(size, weight.dtype))
         project = ops.linear(self._source("model.per_layer_model_projection.weight"))
-        norm = self._norm("model.per_layer_projection_norm")
+        norm = self._norms.named("model.per_layer_projection_norm")
         return LayerInputs(ops, embed, project, norm)
 
     def mtp(self) -> MtpParts:
         """The parts of the head for multi-token prediction."""
         index, ops = self._config.num_layers, self._ops
         prefix = f"model.layers.{index}."
-        embedded, given, last = (self._norm(prefix + name) for name in MTP_NORMS)
+        embedded, given, last = (self._norms.named(prefix + name) for name in MTP_NORMS)
         join, layer = ops.whole(self._source(f"{prefix}{MTP_JOIN}.weight")), self.layer(index)
         assert layer.mlp is not None
         after_attention = ops.after_attention(layer.out, layer.mlp, None)
@@ -139,7 +151,7 @@ class LayerBuilder:
         """The parts of one layer."""
         config, names = self._config, norms_of(self._config, index)
         layer = f"model.layers.{index}."
-        before = self._norm_if(layer, names.before_attention)
+        before = self._norms.if_any(layer, names.before_attention)
         beside = None
         if index in config.attention_layers:
             make = self._attention if config.latent is None else self._latent_attention
@@ -153,7 +165,7 @@ class LayerBuilder:
         return LayerParts(
             qkv=normed(self._ops.linear(projection.weight, projection.bias, fused)),
             attention=attention,
-            out=self._then_normed(out, self._norm_after(layer, names.after_attention)),
+            out=self._then_normed(out, self._norms.behind(layer, names.after_attention)),
             mlp=None if index in config.bare_layers else self._mlp(index, layer, before),
             end=self._end(layer),
             is_parallel=self._architecture.is_parallel,
@@ -170,7 +182,7 @@ class LayerBuilder:
                 self._ops,
                 self._ops.linear(self._source(layer + "per_layer_input_gate.weight")),
                 self._ops.gated(self._architecture.activation),
-                self._then_normed(project, self._norm(layer + "post_per_layer_input_norm")),
+                self._then_normed(project, self._norms.named(layer + "post_per_layer_input_norm")),
             )
         return gate, scalar
 
@@ -179,7 +191,7 @@ class LayerBuilder:
         out = self._summand(prefix, "o", has_out_bias(config))
         among = config.attention_layers.index(index)
         if shape.source != index:
-            norm = self._head_norm(index, prefix + "q_norm")
+            norm = self._norms.of_head(prefix + "q_norm", self._head_order(index))
             shared = SharedKVAttention(self._ops, among, shape.num_heads, norm)
             return self._qkv(index, prefix, "q"), shared, out
         sinks = self._numbers_if(architecture.sinks, prefix + "sinks")
@@ -188,7 +200,7 @@ class LayerBuilder:
             among,
             shape.num_heads,
             shape.num_kv_heads,
-            self._head_norms(index, prefix),
+            self._norms.of_heads(prefix, shape.head_dim, self._head_order(index)),
             architecture.norms_turned,
             architecture.output_gate or architecture.gate_proj,
             None if sinks is None else sinks.float(),
@@ -223,16 +235,6 @@ class LayerBuilder:
         )
         qkv = Projection(joined([q, in_order(kv, latent_rows(shape))]))
         return qkv, attention, self._summand(prefix, "o", has_bias=False)
-
-    def _head_norms(self, index: int, prefix: str) -> tuple[Norm, ...]:
-        """Of q, k and v, as far as the model has them."""
-        if not (self._architecture.qk_norm and self._config.has_qk_norm):
-            return ()
-        names = (prefix + name for name in self._architecture.norms_of_heads)
-        q, k = (self._head_norm(index, name) for name in names)
-        if not self._architecture.v_norm:
-            return q, k
-        return q, k, replace(k, weight=torch.ones_like(k.weight))
 
     def _qkv(self, index: int, prefix: str, parts: str) -> Projection:
         names = ("qkv",) if "qkv" in self._architecture.fused else tuple(parts)
@@ -269,18 +271,10 @@ class LayerBuilder:
             self._ops, self._config, index, lambda name: self._source(prefix + name)
         )
 
-    def _head_norm(self, index: int, name: str) -> Norm:
-        norm, order = self._norm(name), self._head_order(index)
-        if order is None:
-            return norm
-        return replace(
-            norm, weight=norm.weight.view(-1, len(order))[:, order.to(norm.weight.device)].flatten()
-        )
-
     def _mlp(self, index: int, layer: str, before_attention: Norm | None) -> Product:
         names, prefix = norms_of(self._config, index), layer + "mlp."
-        norm = self._norm_if(layer, names.before_mlp)
-        norm_after = self._norm_after(layer, names.after_mlp)
+        norm = self._norms.if_any(layer, names.before_mlp)
+        norm_after = self._norms.behind(layer, names.after_mlp)
         if self._architecture.is_parallel:
             norm = before_attention
         gate = self._config.multipliers.gate
@@ -291,7 +285,8 @@ class LayerBuilder:
             return self._dense(prefix, norm, norm_after)
         if expert_names.beside is None:
             return self._then_normed(self._experts(experts, prefix, norm), norm_after)
-        after_dense, before, after = (self._norm(layer + name) for name in expert_names.beside)
+        named = (self._norms.named(layer + name) for name in expert_names.beside)
+        after_dense, before, after = named
         dense = self._dense(prefix, norm, after_dense)
         sparse = self._then_normed(self._experts(experts, prefix, before, layer), after)
         both = self._ops.accumulate
@@ -318,20 +313,24 @@ class LayerBuilder:
             routing=Routing(config, choice_bias, None if scale is None else scale.float()),
             experts=(self._expert(f"{prefix}experts.{i}.", has_bias) for i in range(config.count)),
             shared=self._expert(shared + ".", has_bias=False) if config.shared_size else None,
-            shared_gate=self._numbers_if(names.has_shared_gate, shared + "_gate.weight"),
-            before_router=self._router_norm(own_router) if own_router else None,
+            shared_gate=self._shared_gate(config, names, shared),
+            before_router=self._before_router(own_router) if own_router else None,
             latent=self._latents(prefix) if config.latent_size else None,
         )
-        return make_mixture(self._ops, weights, norm, self._architecture.activation)
+        fused, normed = self._fused(norm)
+        return normed(make_mixture(self._ops, weights, fused, self._architecture.activation))
+
+    def _shared_gate(self, config: ExpertsConfig, names: ExpertNames, shared: str) -> Tensor | None:
+        if config.averages_shared:  # the sigmoid of 0 is a half
+            return torch.zeros(1, self._config.hidden_size, device=self._device)
+        return self._numbers_if(names.has_shared_gate, shared + "_gate.weight")
 
     def _latents(self, prefix: str) -> tuple[Weight, Weight]:
         first, second = (self._source(f"{prefix}{name}.weight") for name in LATENT_NAMES)
         return first, second
 
-    def _router_norm(self, layer: str) -> Product:
-        """The norm before a router with one of its own, divided by the root of its size."""
-        weight = self._numbers(layer + "router.scale").float() * self._config.hidden_size**-0.5
-        norm = Norm(weight, self._config.rms_norm_eps)
+    def _before_router(self, layer: str) -> Product:
+        norm = self._norms.of_router(layer)
         return lambda x: self._ops.rms_norm(x, norm)
 
     def _numbers_if(self, is_there: bool, name: str) -> Tensor | None:
@@ -389,24 +388,6 @@ class LayerBuilder:
         if norm is None or not self._architecture.layer_norm:
             return norm, lambda product: product
         return None, lambda product: lambda x: product(self._ops.layer_norm(x, norm))
-
-    def _norm_if(self, prefix: str, name: str) -> Norm | None:
-        return self._norm(prefix + name) if name else None
-
-    def _norm_after(self, prefix: str, name: str) -> Norm | None:
-        """Of what is added to the residual stream, which is not divided as the stream is."""
-        norm = self._norm_if(prefix, name)
-        return None if norm is None else replace(norm, eps=self._config.rms_norm_eps)
-
-    def _norm(self, name: str) -> Norm:
-        architecture = self._architecture
-        weight, offset = self._numbers(f"{name}.weight"), architecture.norm_offset
-        bias = self._numbers_if(architecture.norm_bias, f"{name}.bias")
-        if offset is not None and architecture.layer_norm:  # PyTorch wants the dtype of x
-            weight = weight + offset
-        elif offset is not None:  # a small weight would be lost beside it in 16 bits
-            weight = weight.float() + offset
-        return Norm(weight, self._config.rms_norm_eps / self._config.factors.summands**2, bias)
 
 
 def _scaled(embed: Embed, factor: float) -> Embed:

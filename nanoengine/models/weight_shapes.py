@@ -13,6 +13,7 @@ from nanoengine.models.architecture import (
     MTP_JOIN,
     MTP_NORMS,
     ROUTER,
+    SINKS,
     Architecture,
     ExpertNames,
     NormNames,
@@ -124,7 +125,7 @@ def _attention_shapes(config: ModelConfig, layer: int) -> Shapes:
     shape = config.shape(layer)
     dim, has_kv = shape.head_dim, shape.source == layer
     heads, kv_heads = shape.num_heads * dim, shape.num_kv_heads * dim
-    if architecture.qk_norm and config.has_qk_norm:
+    if architecture.qk_norm and architecture.norms_of_heads and config.has_qk_norm:
         is_whole, (of_q, of_k) = architecture.qk_norm == "all heads", architecture.norms_of_heads
         yield f"{part}{of_q}.weight", (heads if is_whole else dim,)
         if has_kv:
@@ -137,7 +138,7 @@ def _attention_shapes(config: ModelConfig, layer: int) -> Shapes:
     if architecture.gate_proj:
         qkv["g"] = heads
     if architecture.sinks:
-        yield f"{part}sinks", (shape.num_heads,)
+        yield f"{part}{SINKS}", (shape.num_heads,)
     if architecture.head_gate:
         yield f"{part}g_proj.weight", (shape.num_heads, config.hidden_size)
     yield from _product_shapes(part, qkv, config.hidden_size, has_qkv_bias(config))
@@ -257,4 +258,4 @@ def has_out_bias(config: ModelConfig) -> bool:
 def in_float(config: ModelConfig) -> tuple[str, ...]:
     """Ends of the names of weights that are in float32, whatever the dtype of the others."""
     is_exact = config.experts is not None and config.experts.exact_router
-    return (CHOICE_BIAS, ROUTER) if is_exact else (CHOICE_BIAS,)
+    return (CHOICE_BIAS, SINKS, ROUTER) if is_exact else (CHOICE_BIAS, SINKS)

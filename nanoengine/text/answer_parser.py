@@ -23,6 +23,7 @@ from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, merged
 from nanoengine.text.reasoning import BY_NAME as REASONING_PARSERS
 from nanoengine.text.reasoning import ReasoningParser, ReasoningSyntax, ThoughtTokens, reasoning_in
+from nanoengine.text.recipients import RecipientParser
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.text.tool_parser import ChannelParser, ToolParser
 from nanoengine.text.tool_syntax import BY_NAME as TOOL_PARSERS
@@ -155,12 +156,15 @@ class ChatParsers:
         most = None if use is None or use.is_parallel else 1
         syntax = None if use is None else self._syntax(use)
         row = self.reasoning
-        if (row is not None and row.in_channels) or (syntax is not None and syntax.in_channels):
+        layout = "block" if row is None else row.layout
+        if layout == "channels" or (syntax is not None and syntax.in_channels):
             return AnswerParser([ChannelParser(schemas)], most)
         make_calls = None if syntax is None else partial(ToolParser, syntax, schemas)
         marks = () if syntax is None else syntax.marks
         readers: list[PieceReader] = []
-        if row is not None:
+        if row is not None and layout == "recipients":
+            readers.append(RecipientParser(row.is_open_after(prompt)))
+        elif row is not None:
             readers.append(ReasoningParser(row, row.is_open_after(prompt), marks, make_calls))
         if make_calls is not None:
             readers.append(make_calls())

@@ -1,7 +1,8 @@
 """Splits the thoughts of a model from its answer: a row for each family, with vLLM's names.
 
 Sources: the chat templates of Qwen 3, DeepSeek-R1, GLM 4.5, Gemma 4, Magistral, Command R7B and
-Apertus. gpt-oss has channels, which tool_parser.py reads.
+Apertus, and vLLM's and SGLang's parsers for Command A+ and Muse Glimmer. gpt-oss has channels,
+which tool_parser.py reads, Muse Glimmer messages to recipients, which recipients.py reads.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, Steps, first_of, num_held_back
 from nanoengine.text.tokenizer import Tokenizer
@@ -17,16 +19,20 @@ from nanoengine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ReasoningSyntax:
-    """What thoughts begin and end with. The first row whose `begin` is in the chat template is its
-    model's. in_channels: all of the answer is in gpt-oss's channels. around: what stands before and
-    after the content, if it is no call.
+    """What thoughts begin and end with. The first row whose `begin` and `sign` are in the chat
+    template is its model's. layout: "block": thoughts come first; "channels": all of the
+    answer is in gpt-oss's channels; "recipients": in Muse Glimmer's messages. around: what stands
+    before and after the content, if it is no call. header: what stands between thoughts and a text
+    in a form.
     """
 
     name: str
     begin: str
     end: str
-    in_channels: bool = False
+    layout: Literal["block", "channels", "recipients"] = "block"
     around: tuple[str, str] | None = None
+    header: str = ""
+    sign: str = ""
 
     @property
     def marks(self) -> set[str]:
@@ -37,13 +43,31 @@ class ReasoningSyntax:
         """Whether a prompt ends with what thoughts begin with: the answer goes on with them."""
         return prompt[-64:].rstrip().endswith(self.begin)
 
+    def is_of(self, template: str) -> bool:
+        """Whether the model of a chat template thinks so."""
+        return self.begin in template and self.sign in template
+
 
 REASONING_SYNTAXES = (
-    ReasoningSyntax("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>", in_channels=True),
+    ReasoningSyntax("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>", "channels"),
+    ReasoningSyntax(
+        "muse_glimmer",
+        " to=self<|message|>",
+        "<|eom|>",
+        "recipients",
+        header="<|start|>assistant to=user<|message|>",
+    ),
     ReasoningSyntax("gemma4", "<|channel>thought", "<channel|>"),
     ReasoningSyntax("mistral", "[THINK]", "[/THINK]"),
     ReasoningSyntax("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningSyntax("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
+    ReasoningSyntax(
+        "cohere_command4",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        around=("<|START_TEXT|>", "<|END_TEXT|>"),
+        sign="<|START_TEXT|>",
+    ),
     ReasoningSyntax(
         "cohere_command3",
         "<|START_THINKING|>",
@@ -72,7 +96,7 @@ def mark_ids(
 
 def reasoning_of(template: str) -> ReasoningSyntax | None:
     """How the model of a chat template thinks; None if it does not."""
-    return next((row for row in REASONING_SYNTAXES if row.begin in template), None)
+    return next((row for row in REASONING_SYNTAXES if row.is_of(template)), None)
 
 
 def reasoning_in(tokenizer: Tokenizer) -> ReasoningSyntax | None:
@@ -105,14 +129,14 @@ class ThoughtTokens:
         of it. length: characters before the call that thoughts end with which never end otherwise.
         """
         is_open = self.syntax.is_open_after(prompt)
-        if not is_open and not text.lstrip().startswith(self.syntax.begin):
+        if not is_open and not text.lstrip().startswith(self.syntax.begin.lstrip()):
             return 0
         at, num = 0 if is_open else _past(self.begin, token_ids, 0), 0
         while at is not None:
             stop = _past(self.end, token_ids, at)
             last = self._num_within(token_ids, length) if stop is None else stop - len(self.end)
             num += max(last - at, 0)
-            is_more = stop is not None and self.syntax.in_channels
+            is_more = stop is not None and self.syntax.layout != "block"
             at = _past(self.begin, token_ids, stop or 0) if is_more else None
         return num
 

@@ -17,16 +17,20 @@ MAX_TAIL = 64  # tokens at a prompt's end that may begin the thoughts
 
 
 class Phase(Enum):
-    """Where a text stands: it may begin its thoughts, thinks, or has ended them."""
+    """Where a text stands: it may begin its thoughts, thinks, has ended them, and, where a header
+    stands before a form, has that behind it.
+    """
 
     BEFORE = "before"
     THINKING = "thinking"
+    HEADER = "header"
     AFTER = "after"
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarks:
-    """The tokens that thoughts begin and end with, and which of all may be thought.
+    """The tokens that thoughts begin and end with, and which of all may be thought. header: what
+    stands between thoughts and a form.
 
     any_token, no_end: bits of token ids, the lowest first: all, and all that end no text. is_space:
     whether a token is spaces alone, which may stand before the thoughts.
@@ -34,6 +38,7 @@ class ThinkingMarks:
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
+    header: tuple[int, ...]
     any_token: bytes
     no_end: bytes
     is_space: Callable[[int], bool]
@@ -49,13 +54,14 @@ class ThinkingMarks:
         def is_space(token_id: int) -> bool:
             return tokenizer.decode([token_id], skip_special_tokens=False).isspace()
 
-        return cls(begin, end, every, _with_bits(every, eos_ids, 0), is_space)
+        header = (*tokenizer.encode(syntax.header, add_special_tokens=False),)
+        return cls(begin, end, header, every, _with_bits(every, eos_ids, 0), is_space)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in a text. num: tokens of the thoughts, or of what they begin with. matched: how many
-    of the last tokens are the beginning of what thoughts end with.
+    """A place in a text. num: tokens of the thoughts, of what they begin with, or of the header.
+    matched: how many of the last tokens are the beginning of what thoughts end with.
     """
 
     phase: Phase
@@ -105,6 +111,8 @@ class ThinkingState:
             return () if self._form is None else self._form.forced()
         if place.phase is Phase.BEFORE and place.num and self._form is not None:
             return self._marks.begin[place.num :]
+        if place.phase is Phase.HEADER:
+            return self._marks.header[place.num :]
         return self._marks.end[place.matched :] if self._is_spent(place) else ()
 
     def _is_spent(self, place: Place) -> bool:
@@ -125,10 +133,17 @@ class ThinkingState:
             if place.num + 1 < len(marks.begin):
                 return Place(Phase.BEFORE, place.num + 1), False
             return Place(Phase.THINKING), False
+        if place.phase is Phase.HEADER:
+            return self._in_header(place.num + 1), False
         matched = self._matched(place.matched, token_id)
         if matched == len(marks.end):
-            return Place(Phase.AFTER), False
+            return self._in_header(0), False
         return Place(Phase.THINKING, place.num + 1, matched), False
+
+    def _in_header(self, num: int) -> Place:
+        """Behind so many of its tokens."""
+        is_whole = self._form is None or num == len(self._marks.header)
+        return Place(Phase.AFTER) if is_whole else Place(Phase.HEADER, num)
 
     def _is_new(self, token_id: int) -> bool:
         """Whether a token begins thoughts and no form: the first of several could be the form's."""
@@ -151,8 +166,9 @@ class ThinkingState:
             return marks.any_token if self._form is None else marks.no_end
         if self._form is None:
             return marks.any_token
-        if place.num:
-            return _with_bits(bytes(len(marks.any_token)), [marks.begin[place.num]], 1)
+        if place.num or place.phase is Phase.HEADER:
+            only = marks.header if place.phase is Phase.HEADER else marks.begin
+            return _with_bits(bytes(len(marks.any_token)), [only[place.num]], 1)
         (first,) = self._form.masks(())
         return _with_bits(first, marks.begin[:1], 1) if self._may_begin else first
 

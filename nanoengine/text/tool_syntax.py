@@ -2,8 +2,9 @@
 
 Sources: the chat templates and model cards of Hermes 2 Pro, Qwen 2.5 to 3.5, Qwen3-Coder, Llama 3.1
 to 3.3, Mistral, GLM 4.5, Gemma 4, Granite 3, gpt-oss, LFM2 and 2.5, OLMo 3, MiniMax-M2, Seed-OSS,
-Hunyuan, Nemotron Nano v2, Kimi K2, Command R7B, Apertus, and with vLLM's or llama.cpp's templates
-Phi-4-mini, DeepSeek-V3, V3.1 and R1. tool_parser.py reads them.
+Hunyuan, Nemotron Nano v2, Kimi K2, Command R7B, Apertus, with vLLM's or llama.cpp's templates
+Phi-4-mini, DeepSeek-V3, V3.1 and R1, and by SGLang's parser Muse Glimmer. tool_parser.py reads
+them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 
 MAX_NAME = 64  # characters of a tool's name, as OpenAI has it
 NAME = rf"([a-zA-Z0-9_.-]{{1,{MAX_NAME}}})"
+LAZY_NAME = rf"([a-zA-Z0-9_.-]{{1,{MAX_NAME}}}?)"
 SPACES = r"\s{0,16}"
 
 
@@ -234,6 +236,20 @@ TOOL_SYNTAXES = (
         ),
     ),
     ToolSyntax(
+        "muse_glimmer",
+        ("<atem:function_calls>",),
+        marks=("<atem:function_calls>", '<atem:invoke name="'),  # as of minimax_m2
+        bodies=(
+            Tagged(
+                # A template may show a tool as a space of names that has one of the same name.
+                rf'(?:{SPACES}<atem:invoke name="|(?<=<atem:invoke name=")){LAZY_NAME}(?:\.\1)?">',
+                *('<atem:parameter name="', '">', "", "</atem:parameter>"),
+                after=("</atem:invoke>", "</atem:function_calls>"),
+                next_part=rf'<atem:parameter name="|</atem:invoke>{SPACES}(?:</atem|<atem:i)',
+            ),
+        ),
+    ),
+    ToolSyntax(
         "hermes",
         ("<tool_call>",),
         marks=("<tool_call>",),
@@ -354,6 +370,7 @@ BY_NAME = {syntax.name: syntax for syntax in TOOL_SYNTAXES}
 # vLLM's other names of the same forms.
 BY_NAME |= dict.fromkeys(("qwen3_json", "granite4"), BY_NAME["hermes"])
 BY_NAME |= dict.fromkeys(("glm47", "poolside_v1"), BY_NAME["glm45"])
+BY_NAME |= {"cohere_command4": BY_NAME["cohere_command3"]}
 BY_NAME |= {"qwen3_xml": BY_NAME["qwen3_coder"], "llama4_json": BY_NAME["llama3_json"]}
 
 

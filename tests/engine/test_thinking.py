@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,31 @@ def test_a_form_begins_after_the_thoughts(folder: Path) -> None:
         jsonschema.validate(json.loads(plain.outputs[0].text.partition("</think>")[2]), WEATHER)
 
 
+def test_a_header_stands_between_thoughts_and_a_form(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As Muse Glimmer's messages have it."""
+    opened = "{{ tools }}{{ messages[0].content }}<|start|>assistant to=self<|message|>"
+    folder = tool_model(tiny("llama"), tmp_path / "model", opened)
+    held = SamplingParams(
+        max_tokens=150, thinking_token_budget=BUDGET, seed=1, structured_outputs={"json": WEATHER}
+    )
+    talk = [{"role": "user", "content": "hello"}]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+    with LLM(folder, dtype="float32", num_gpu_blocks=200, kvcache_block_size=8) as llm:
+        (output,) = llm.chat(talk, held, use_tqdm=False)
+        text, message = output.outputs[0].text, output.outputs[0].message
+        _, header, form = text.partition("<|eom|><|start|>assistant to=user<|message|>")
+        assert header and message is not None and message.content == form and message.reasoning
+        jsonschema.validate(json.loads(form), WEATHER)
+        free = replace(held, structured_outputs=None)
+        choice = {"type": "function", "function": {"name": "weather"}}
+        (output,) = llm.chat(talk, free, tools=tools, tool_choice=choice, use_tqdm=False)
+        made = output.outputs[0].message
+        assert made is not None and made.reasoning and made.content is None
+        jsonschema.validate(json.loads(made.tool_calls[0].arguments), WEATHER)
+
+
 def test_a_model_without_thoughts_has_no_budget(tiny: Callable[[str], Path]) -> None:
     with LLM(tiny("llama"), dtype="float32", num_gpu_blocks=20) as llm:
         with pytest.raises(InvalidParamsError, match="thinking_token_budget needs a model that"):
@@ -111,6 +137,9 @@ class Letters:
         self.has_ended = token_id == 7
         return self.has_ended
 
+    def forced(self) -> tuple[int, ...]:
+        return ()
+
     def masks(self, guesses: tuple[int, ...]) -> list[bytes]:
         made = [bytes([0b11000000])]
         for guess in guesses:
@@ -123,8 +152,9 @@ class Letters:
 @pytest.mark.parametrize("begin", [(1,), (1, 2), (6, 2)])
 @pytest.mark.parametrize("end", [(3,), (3, 4, 3)])
 @pytest.mark.parametrize("has_form", [False, True])
+@pytest.mark.parametrize("header", [(), (2, 0, 4)])
 def test_thoughts_by_definition(
-    begin: tuple[int, ...], end: tuple[int, ...], has_form: bool
+    begin: tuple[int, ...], end: tuple[int, ...], has_form: bool, header: tuple[int, ...]
 ) -> None:
     """Random texts that the masks allow, read again from their tokens alone; 0 ends a text, and 5
     is a space.
@@ -132,7 +162,7 @@ def test_thoughts_by_definition(
     for seed in range(60):
         draw = random.Random(seed)
         is_open, budget = draw.random() < 0.5, draw.choice([None, 0, 1, 5])
-        marks = ThinkingMarks(begin, end, bytes([0xFF]), bytes([0xFE]), lambda token: token == 5)
+        marks = marks_of(begin, end, header)
         state = ThinkingState(marks, is_open, budget, Letters() if has_form else None)
         made: list[int] = []
         while len(made) < 40:
@@ -143,6 +173,7 @@ def test_thoughts_by_definition(
                 guesses = (5, *begin, 4)
             ahead = state.masks(guesses)
             assert ahead[0] == mask
+            assert not (forced := state.forced()) or allowed == [forced[0]]
             made.append(guesses[0] if guesses[0] in allowed else draw.choice(allowed))
             is_complete = state.accept(made[-1])
             if is_complete:
@@ -150,6 +181,13 @@ def test_thoughts_by_definition(
             if made[-1] == guesses[0] and len(ahead) > 1:
                 assert state.masks(guesses[1:]) == ahead[1:]
         check(made, marks, is_open, budget, has_form)
+
+
+def marks_of(
+    begin: tuple[int, ...], end: tuple[int, ...], header: tuple[int, ...] = ()
+) -> ThinkingMarks:
+    tokens = bytes([0xFF]), bytes([0xFE])
+    return ThinkingMarks(begin, end, header, *tokens, lambda token: token == 5)
 
 
 def check(
@@ -170,13 +208,17 @@ def check(
         assert at is None or budget is None or at <= budget
         assert not has_form or 0 not in thoughts[:at]
         rest = [] if at is None else thoughts[at + len(end) :]
+        if has_form:
+            header = [*marks.header]
+            assert rest[: len(header)] == header[: len(rest)]
+            rest = rest[len(header) :]
     if has_form and rest:
         assert set(rest[:-1]) <= {6} and rest[-1] in (6, 7)
 
 
 def test_spaces_before_the_thoughts_do_not_count() -> None:
     """As readers of answers skip them; 5 is a space."""
-    marks = ThinkingMarks((1,), (3,), bytes([0xFF]), bytes([0xFE]), lambda token: token == 5)
+    marks = marks_of((1,), (3,))
     state, text = ThinkingState(marks, False, 2, None), (5, 5, 1, 2, 5)
     free, only_the_end = marks.any_token, bytes([0b1000])
     assert state.masks(text) == [free] * 5 + [only_the_end]

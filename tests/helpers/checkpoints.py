@@ -18,14 +18,20 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
 import xxhash
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 
 def load_reference(path: Path) -> PreTrainedModel:
     """transformers' model of the checkpoint at `path`: fp32, eval, its plainest attention."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
+    is_of_text = type(AutoConfig.from_pretrained(path)) in MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = AutoModelForCausalLM if is_of_text else AutoModelForImageTextToText
+    model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return model.eval()
 
 

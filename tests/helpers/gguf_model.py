@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from coded import any_quantize
 from gguf import GGMLQuantizationType as QuantType
+from gguf_families import MUSE, norms_of_muse, of_cohere_experts, of_muse
 from gguf_mamba import (
     FALCON,
     NEMOTRONS,
@@ -49,13 +50,14 @@ UNMAPPED = {
     },
 }
 INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3")
-INTERLEAVED += ("granitehybrid", *NEMOTRONS)
+INTERLEAVED += ("granitehybrid", MUSE, *NEMOTRONS)
 WITH_NORM_OFFSET = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
     "AfmoeForCausalLM": "afmoe",
     "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
     "Cohere2ForCausalLM": "cohere2",
+    "Cohere2MoeForCausalLM": "cohere2moe",
     "CohereForCausalLM": "command-r",
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "deepseek2"),
     **dict.fromkeys(("Glm4MoeLiteForCausalLM", "YoutuForCausalLM"), "deepseek2"),
@@ -85,10 +87,12 @@ ARCHITECTURES = {
     "Lfm2ForCausalLM": "lfm2",
     "Lfm2MoeForCausalLM": "lfm2moe",
     "LlamaForCausalLM": "llama",
+    "MellumForCausalLM": "mellum",
     "MiniMaxM2ForCausalLM": "minimax-m2",
     "Ministral3ForCausalLM": "mistral3",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
+    "MuseGlimmerForCausalLM": MUSE,
     "NemotronForCausalLM": "nemotron",
     "NemotronHForCausalLM": "nemotron_h",
     **dict.fromkeys(("Olmo2ForCausalLM", "Olmo3ForCausalLM"), "olmo2"),
@@ -106,6 +110,8 @@ ARCHITECTURES = {
     "StableLmForCausalLM": "stablelm",
     "Starcoder2ForCausalLM": "starcoder2",
 }
+# Of architectures that this release of gguf does not know, those with most of their names.
+LIKE = {"cohere2moe": "cohere2", "laguna": "llama", "mellum": "qwen3moe", MUSE: "gemma3"}
 # Keys of an eps, as in conversion/base.py.
 LAYER_NORMS = dict.fromkeys(
     ("jais2", "nemotron", "stablelm", "starcoder2"), ("layer_norm_eps", "norm_epsilon", "norm_eps")
@@ -118,6 +124,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "exaone4": {},
     "gemma3": {},
     "gpt-oss": YARN,
+    "mellum": YARN,
     "ministral3": YARN
     | {"factor": 32.0, "original_context_length": 16, "yarn_log_multiplier": 1.0},
     "mistral-window": {},
@@ -133,6 +140,7 @@ WITH_WINDOWS = (
     "exaone4",
     "gemma3",
     "gpt-oss",
+    "mellum",
     "mistral-window",
     "mixtral",
     "olmo3",
@@ -146,11 +154,9 @@ class Names:
 
     def __init__(self, arch: str, num_layers: int) -> None:
         kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-        # This release of gguf does not know Laguna; Trinity has such a gate, Llama the rest.
-        kind = kinds["afmoe" if arch == "laguna" else arch]
-        asked = [kind, gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GLM4_MOE]
-        if arch == "laguna":
-            asked[:2] = reversed(asked[:2])
+        # Trinity has a gate that others have, too.
+        first = kinds[LIKE.get(arch, arch)]
+        asked = [first, gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.AFMOE, gguf.MODEL_ARCH.GLM4_MOE]
         self._maps = [gguf.get_tensor_name_map(kind, num_layers) for kind in asked]
 
     def __getitem__(self, name: str) -> str:
@@ -189,7 +195,9 @@ class GGUFModel:
 
     def __init__(self, folder: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text())
-        self.arch = ARCHITECTURES[self.config["architectures"][0]]
+        name = self.config["architectures"][0]
+        self.arch = ARCHITECTURES[name.replace("ForConditionalGeneration", "ForCausalLM")]
+        self.config |= self.config.get("text_config", {})
         if self.arch in NEMOTRONS:
             self.arch = nemotron_kind(self.config)
             self.config |= usual_keys(self.config)
@@ -229,7 +237,10 @@ class GGUFModel:
         names = self.names
         with CheckpointReader(folder) as reader:
             for name in sorted(reader.names(), key=_by_number):
+                if ".vision_" in name:
+                    continue
                 values = reader.tensor(name).float().numpy().copy()
+                name = name.replace("model.language_model.", "model.")
                 if self.arch == FALCON:
                     values = with_multipliers(self.config, name, values)
                 if self.arch in WITH_MAMBA and not re.search(r"_proj\.|moe\.\w+_linear", name):
@@ -261,6 +272,8 @@ class GGUFModel:
                     continue
                 if self.arch in WITH_NORM_OFFSET and name.endswith("norm.weight"):
                     values += 1
+                if self.arch == MUSE and name.endswith("layernorm.weight"):
+                    values += 1
                 if self.arch in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
                     heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
                     values = interleaved(values, self.config[heads])
@@ -268,6 +281,8 @@ class GGUFModel:
                     tensors[name] = values
                     continue
                 tensors[names[name]] = values
+        if self.arch == MUSE:
+            tensors |= norms_of_muse(self.config)
         for name in [name for name, values in tensors.items() if isinstance(values, list)]:
             tensors[name] = np.stack(tensors[name])  # one by one: they may be many
         return tensors
@@ -414,6 +429,8 @@ class GGUFModel:
                 "tokenizer.chat_template": "{{ messages[0]['content'] }}",
             }
             | (_of_cohere(config, arch) if "logit_scale" in config else {})
+            | (of_cohere_experts(config) if arch == "cohere2moe" else {})
+            | (of_muse(config) if arch == MUSE else {})
             | (_of_gemma2(config) if arch == "gemma2" else {})
             | (_of_layer_norm(config, arch) if arch in LAYER_NORMS else {})
             | (_of_gemma4(config) if arch == "gemma4" else {})
@@ -568,12 +585,13 @@ def _of_cohere(config: dict[str, Any], arch: str) -> dict[str, Any]:
     have a window.
     """
     settings = {
-        "attention.layer_norm_epsilon": config["layer_norm_eps"],
         "logit_scale": config["logit_scale"],
         "rope.scaling.type": "none",
         "vocab_size": config["vocab_size"],
     }
-    if arch == "cohere2":
+    if arch != "cohere2moe":
+        settings["attention.layer_norm_epsilon"] = config["layer_norm_eps"]
+    if arch != "command-r":
         kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
         settings |= {
             "attention.sliding_window": config["sliding_window"],
@@ -716,7 +734,7 @@ def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
     rope = model.config["rope_parameters"]
     if model.config.get("sliding_window") and name in WITH_WINDOWS:
         model.settings[f"{model.arch}.attention.sliding_window"] = model.config["sliding_window"]
-    if name in ("afmoe", "exaone-moe", "exaone4", "olmo3"):
+    if name in ("afmoe", "exaone-moe", "exaone4", "mellum", "olmo3"):
         kinds = [kind == "sliding_attention" for kind in model.config["layer_types"]]
         model.settings[f"{model.arch}.attention.sliding_window_pattern"] = kinds
     if "sliding_attention" in rope:

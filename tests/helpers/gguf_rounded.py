@@ -38,6 +38,10 @@ def rounded(source: Path, folder: Path) -> Path:
         config |= POWERS_OF_TWO
     if config["architectures"] == ["Lfm2MoeForCausalLM"]:
         config["routed_scaling_factor"] = 1.0  # no key of a file says it
+    if config["architectures"] == ["Cohere2MoeForCausalLM"]:
+        config["expert_selection_fn"] = "sigmoid"  # the only one that files have
+    if "text_config" in config:
+        config["text_config"]["post_norm_eps"] = 1e-8  # as llama.cpp has it in its code
     if {"kv_lora_rank", "rope_parameters"} <= config.keys():
         # So has it these: pairs are neighbours, YaRN has one mscale.
         config["rope_interleave"] = True

@@ -20,8 +20,13 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
+
+from nanoengine.loading.wrappers import WRAPPERS
 
 # They would be on stderr in the test that is the first to ask for a checkpoint.
 logging.disable_progress_bar()
@@ -166,7 +171,10 @@ class TinyModel:
 
     @property
     def architecture(self) -> str:
-        """Its class, as in config.json."""
+        """Its class, as in config.json; of one for images that of its text model, as we call it."""
+        if "text_config" in self.settings:
+            wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[self.model_type]
+            return WRAPPERS[wrapper][self.settings["text_config"]["model_type"]]
         return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type])
 
     def __call__(self, folder: Path) -> None:

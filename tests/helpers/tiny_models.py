@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # First: it sets what the libraries read at import.
 from tiny_model import (
+    COMMON,
     DENSE_LATENT,
     FALCON_H1,
     GRANITE,
@@ -43,6 +44,84 @@ TINY: dict[str, TinyModel] = {
             "sliding_window": 21,
         },
         seed=104,
+    ),
+    # A dense layer first, which turns; the last sees all keys and does not.
+    "cohere2-moe": TinyModel(
+        "cohere2_moe",
+        {
+            "rms_norm_eps": 0.02,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "sliding_window": 13,
+            "intermediate_size": 24,
+            "prefix_dense_intermediate_size": 96,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "expert_selection_fn": "sigmoid",
+            "norm_topk_prob": False,
+            "logit_scale": 0.7,
+        },
+        seed=136,
+    ),
+    # A softmax over the scores of the chosen, and the mean of experts and what is beside them.
+    "cohere2-moe-shared": TinyModel(
+        "cohere2_moe",
+        {
+            "rms_norm_eps": 0.02,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["sparse", "sparse", "sparse"],
+            "sliding_window": 13,
+            "intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "tie_word_embeddings": False,
+        },
+        seed=137,
+    ),
+    # Sinks in all layers, of which the first is dense; those that see all keys do not turn.
+    "flint": TinyModel(
+        "flint",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [0],
+            "sliding_window": 13,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rms_norm_eps": 0.02,
+        },
+        seed=138,
+    ),
+    # The text model of one for images: the layer that sees all keys does not turn.
+    "muse-glimmer": TinyModel(
+        "muse_glimmer",
+        {
+            "text_config": COMMON
+            | {
+                "model_type": "muse_glimmer_text",
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "layer_rope_theta": [500.0, 0, 500.0],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+                "sliding_window": 13,
+                "rms_norm_eps": 0.02,
+                "post_norm_eps": 0.05,
+                "output_multiplier": 0.7,
+                "final_logit_softcapping": 5.0,
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "pos_emb_height": 4,
+                "pos_emb_width": 4,
+            },
+            "out_hidden_size": 128,
+            "projector_hidden_size": 32,
+        },
+        seed=139,
     ),
     # LayerNorm with biases, an eps that matters, and feed-forwards without a gate.
     "jais2": TinyModel("jais2", {"layer_norm_eps": 0.02}, seed=130),

@@ -52,6 +52,14 @@ WRAPPED = {
             "alignment_intermediate_size": 32,
         },
     ),
+    "Cohere2VisionForConditionalGeneration, cohere2_moe": TinyModel(
+        "cohere2_vision",
+        {
+            "text_config": COMMON | TINY["cohere2-moe"].settings | {"model_type": "cohere2_moe"},
+            "vision_config": SIGLIP,
+            "alignment_intermediate_size": 32,
+        },
+    ),
     "Exaone4_5_ForConditionalGeneration": TinyModel(
         "exaone4_5",
         {
@@ -170,6 +178,7 @@ WRAPPED = {
             "vision_config": SIGLIP,
         },
     ),
+    "MuseGlimmerForConditionalGeneration": TINY["muse-glimmer"],
     "Qwen2VLForConditionalGeneration": TinyModel(
         "qwen2_vl",
         {"text_config": QWEN_TEXT, "vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2}},

@@ -45,6 +45,7 @@ NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "l
 NAMES += ("kimi-linear", "ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
 NAMES += ("cohere", "cohere2", "dots1", "falcon-h1", "granite-moe-shared", "minimax-m2")
 NAMES += ("gemma", "gemma2", "olmo2", "olmo3", "exaone-moe", "solar-open", "youtu")
+NAMES += ("cohere2-moe", "cohere2-moe-shared", "mellum", "muse-glimmer")
 NAMES += ("afmoe", "jais2", "laguna", "nemotron", "stablelm", "starcoder2")
 BY_DEFAULT = (
     *NAMES[:2],
@@ -52,7 +53,9 @@ BY_DEFAULT = (
     "apertus",
     "arcee",
     "cohere2",
+    "cohere2-moe",
     "minimax-m2",
+    "muse-glimmer",
     "ernie-moe",
     "exaone4",
     "falcon-h1",

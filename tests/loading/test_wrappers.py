@@ -35,6 +35,7 @@ PARTS = {
     "Idefics3ForConditionalGeneration": "connector, vision_model",
     "LlavaNextForConditionalGeneration": "image_newline, multi_modal_projector, vision_tower",
     "LlavaOnevisionForConditionalGeneration": "image_newline, multi_modal_projector, vision_tower",
+    "MuseGlimmerForConditionalGeneration": "vision_adapter, vision_projection, vision_tower",
     "SmolVLMForConditionalGeneration": "connector, vision_model",
 }
 

@@ -19,7 +19,7 @@ from nanoengine.outputs import ChatMessage, CompletionOutput, RequestOutput
 from nanoengine.text.answer_parser import AnswerParser, ChatParsers, message_of
 from nanoengine.text.answer_pieces import Kind, Piece, merged
 from nanoengine.text.reasoning import BY_NAME as REASONING
-from nanoengine.text.reasoning import ReasoningParser, ThoughtTokens
+from nanoengine.text.reasoning import ReasoningParser, ThoughtTokens, reasoning_of
 from nanoengine.text.tool_parser import ChannelParser, ToolParser
 from nanoengine.text.tool_syntax import BY_NAME, PLAIN
 from nanoengine.text.tools import read_tools
@@ -57,6 +57,12 @@ MINIMAX = (
     '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
     '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>'
 )
+ATEM = (
+    '<atem:function_calls>\n<atem:invoke name="weather">\n<atem:parameter name="city">Paris'
+    '</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n'
+    "</atem:function_calls>"
+)
+TO_SELF = " to=self<|message|>hm<|eom|><|start|>assistant"
 SEED = (
     "<seed:tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3"
     "</parameter>\n</function>\n</seed:tool_call>"
@@ -180,6 +186,14 @@ WHOLE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("minimax_m2", MINIMAX.replace("Paris", "\n<b>\n"), None,
      [("weather", {"city": "\n<b>\n", "days": 3})]),
     ("minimax_m2", MINIMAX.replace("weather", "rm"), None, []),
+    ("muse_glimmer", f"So.\n{ATEM}", "So.", [CALL]),
+    ("muse_glimmer", ATEM.replace("</atem:f", '<atem:invoke name="now">\n</atem:invoke>\n</atem:f'),
+     None, [CALL, NOW]),
+    # A template may show a tool as a space of names that has one of the same name.
+    ("muse_glimmer", ATEM.replace("weather", "weather.weather"), None, [CALL]),
+    ("muse_glimmer", ATEM.replace("weather", "rm.weather"), None, []),
+    ("muse_glimmer", ATEM.replace("Paris", " <b>\n"), None,
+     [("weather", {"city": " <b>\n", "days": 3})]),
     ("seed_oss", f"{SEED}\n{SEED}", None, [CALL, CALL]),
     ("seed_oss", SEED.replace("weather", "rm"), None, []),
     ("kimi_k2", f"I look.{KIMI}", "I look.", [CALL, CALL]),
@@ -383,6 +397,45 @@ def test_channels(cuts: list[int]) -> None:
         assert calls_of(read(text)) == calls
 
 
+@pytest.mark.parametrize(
+    ("text", "thoughts", "content", "calls"),
+    [
+        (f"{TO_SELF} to=user<|message|>Hi.<|eot|>", "hm", "Hi.", []),
+        (f"{TO_SELF}<|message|>Hi.", "hm", "Hi.", []),
+        ("to=user<|message|>Hi.", "", "Hi.", []),
+        ("Hi to=you and <b>.", "", "Hi to=you and <b>.", []),
+        (f"{TO_SELF} to=weather<|message|>{ATEM}<|eot|>", "hm", None, [CALL]),
+        # Several calls, each a message.
+        (f"{TO_SELF} to=weather<|message|>{ATEM}<|eom|><|start|>assistant to=weather<|message|>"
+         f"{ATEM}<|eot|>", "hm", None, [CALL, CALL]),
+        # The ends that a model leaves out: of a message, and of its header, too.
+        (" to=self<|message|>hm<|start|>assistant to=user<|message|>Hi.", "hm", "Hi.", []),
+        (" to=self<|message|>hm\nto=user<|message|>Hi.", "hm", "Hi.", []),
+        (" to=self<|message|>hm goto=user", "hm goto=user", "", []),
+        (f"{TO_SELF} to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Hi.", "hmhm",
+         "Hi.", []),
+        # Cut off within a header, or within thoughts.
+        (f"{TO_SELF} to=us", "hm", "", []),
+        (" to=sel", "", "", []),
+        (" to=self<|message|>hm to=", "hm to=", "", []),
+        # A text in a form, which has no header; and what is no header.
+        (TO_SELF.removesuffix("<|start|>assistant") + '{"a": 1}', "hm", '{"a": 1}', []),
+        (f"{TO_SELF}, I say<|start|><|start|>", "hm", "assistant, I say", []),
+    ],
+)  # fmt: skip
+def test_messages_to_recipients(
+    text: str, thoughts: str, content: str | None, calls: list[Any]
+) -> None:
+    parsers = ChatParsers(BY_NAME["muse_glimmer"], REASONING["muse_glimmer"], shows_tools=True)
+    functions = [{"type": "function", "function": {"name": n, **s}} for n, s in SCHEMAS.items()]
+    use = read_tools(functions, "auto")
+    whole = parted(parsers.parser("<|start|>assistant", use), text, [])
+    message = message_of(whole)
+    assert (message.reasoning, message.content, calls_of(message)) == (thoughts, content, calls)
+    letters = list(range(len(text)))
+    assert parted(parsers.parser("<|start|>assistant", use), text, letters) == whole
+
+
 @pytest.mark.parametrize("name", ["glm47", "minimax_m2", "poolside_v1", "qwen3"])
 def test_thoughts_by_vllms_names(name: str) -> None:
     made = AnswerParser([ReasoningParser(REASONING[name], True)], None)
@@ -458,9 +511,23 @@ def test_content_may_stand_between_marks(
     assert parted(made(), answer, list(range(len(answer)))) == whole
 
 
+def test_content_of_command_a_plus_stands_between_other_marks() -> None:
+    """And a call may follow it."""
+    text = f"a<|END_THINKING|><|START_TEXT|>b<|END_TEXT|>{COHERE}"
+    reasoning = reasoning_of("<|START_THINKING|> <|START_TEXT|>")
+    assert reasoning is not None and reasoning.name == "cohere_command4"
+    parsers = ChatParsers(BY_NAME["cohere_command4"], reasoning, shows_tools=True)
+    functions = [{"type": "function", "function": {"name": n, **s}} for n, s in SCHEMAS.items()]
+    made = parsers.parser("a<|START_THINKING|>", read_tools(functions, "auto"))
+    message = message_of(parted(made, text, list(range(len(text)))))
+    assert (message.reasoning, message.content) == ("a", "b")
+    assert calls_of(message) == [CALL, CALL]
+
+
 @pytest.mark.parametrize(
     ("name", "prompt", "text", "token_ids", "expected"),
     [
+        ("muse_glimmer", "a", TO_SELF, [1, 2, 5, 3, 9, 1, 2, 5, 5, 3, 1, 4, 7], 3),
         ("qwen3", "a<think>\n", "hm hm</think>yes", [5, 6, 3, 7], 2),
         ("qwen3", "a", "\n<think>hm</think>yes", [8, 1, 2, 5, 3, 7], 1),
         ("qwen3", "a", "<think></think>yes", [1, 2, 3, 7], 0),

@@ -3,7 +3,7 @@ parser that is chosen by this template reads the same calls from those tokens.
 
 The templates are short ones of our own with the marks of Hermes and Qwen 3, Qwen3-Coder, Llama 3.1,
 Mistral, GLM 4.5, Gemma 4, Granite 3, gpt-oss, LFM2.5, MiniMax-M2, Seed-OSS, Kimi K2, Hunyuan,
-Nemotron Nano v2, Phi-4-mini, Command R7B, Apertus and DeepSeek-V3 and V3.1.
+Nemotron Nano v2, Phi-4-mini, Command R7B, Apertus, Muse Glimmer and DeepSeek-V3 and V3.1.
 """
 
 from __future__ import annotations
@@ -105,6 +105,16 @@ MINIMAX = CHATML.replace(
     '<parameter name="{{ k }}">{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}'
     "</invoke>\n{% endfor %}</minimax:tool_call>{% endif %}",
 )
+MUSE = (
+    SHOWN
+    + "{% for m in messages %}<|start|>{{ m.role }}{% if not m.tool_calls %} to=user<|message|>"
+    "{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}{{ '<|eom|><|start|>assistant' if "
+    "not loop.first }} to={{ c.function.name }}<|message|><atem:function_calls>\n"
+    '<atem:invoke name="{{ c.function.name }}">\n{% for k, v in c.function.arguments | items %}'
+    '<atem:parameter name="{{ k }}">{{ v if v is string else v | tojson }}</atem:parameter>\n'
+    "{% endfor %}</atem:invoke>\n</atem:function_calls>{% endfor %}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# to=self<|message|> #}"
+)
 SEED = (
     "\n<seed:tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments | items %}"
     "<parameter={{ k }}>{{ v if v is string else v | tojson }}</parameter>\n{% endfor %}"
@@ -172,6 +182,7 @@ TEMPLATES = {
     "mistral": (MISTRAL, "</s>", False),
     "mistral, named": (MISTRAL_NAMED, "</s>", True),
     "granite": (GRANITE, "<|end_of_text|>", False),
+    "muse_glimmer": (MUSE, "<|eot|>", False),
     "gemma4": (GEMMA, "<turn|>\n", True),
     "openai": (HARMONY, "<|call|>", False),
     "lfm2": (LFM2, "<|im_end|>", True),
@@ -252,7 +263,7 @@ def test_a_call_comes_back_as_it_was(
     parsers = ChatParsers.of(tokenizer)
     assert parsers.tools is not None and parsers.tools.name == name.partition(",")[0]
     calls = [ToolCall("123456789", "weather", json.dumps(ODD, ensure_ascii=False))]
-    if is_rich or name in ("granite", "mistral"):
+    if is_rich or name in ("granite", "mistral", "muse_glimmer"):
         calls.append(ToolCall("abcdefghi", "now", "{}"))
     message = ChatMessage("I look." if is_rich else None, "", tuple(calls))
     prompt = tokenizer.apply_chat_template(TALK, tools=TOOLS)

@@ -8,12 +8,14 @@ from typing import Any
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 
-QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe")
+QWEN_EXPERTS = ("mellum", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe")
+NONE_SHARED = ("mellum", "qwen3moe", "qwen3vlmoe")  # of these
 SCALED_EXPERTS = (
     *("afmoe", "deepseek2", "dots1", "exaone-moe", "glm4moe", "kimi-linear", "laguna"),
     "nemotron_h_moe",
 )
 WITH_EXPERTS = (
+    "cohere2moe",
     *("ernie4_5-moe", "gemma4", "gpt-oss", "granitehybrid", "granitemoe", "hunyuan-moe"),
     *("lfm2moe", "llama", "minimax-m2", "olmoe", *QWEN_EXPERTS, *SCALED_EXPERTS),
 )
@@ -36,7 +38,7 @@ def experts_settings(
             "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
             "mlp_only_layers": dense,
         }
-        if metadata.architecture not in ("qwen3moe", "qwen3vlmoe"):
+        if metadata.architecture not in NONE_SHARED:
             shared = metadata.number("expert_shared_feed_forward_length")
             settings["shared_expert_intermediate_size"] = shared
         return settings
@@ -48,6 +50,8 @@ def experts_settings(
             "sliding_window": metadata.window(),
             "sliding_window_pattern": 2,
         }
+    if metadata.architecture == "cohere2moe":
+        return settings | _cohere_settings(metadata, stored, num_layers)
     if metadata.architecture == "minimax-m2":
         _check_scores(metadata, metadata.number("expert_gating_func", SIGMOID), (SIGMOID,))
         return settings | {"num_local_experts": settings["num_experts"]}
@@ -70,6 +74,21 @@ def experts_settings(
         "num_local_experts": settings.pop("num_experts"),
         "sliding_window": metadata.window(),
         **settings,
+    }
+
+
+def _cohere_settings(
+    metadata: Metadata, stored: Mapping[str, Any], num_layers: int
+) -> dict[str, Any]:
+    _check_scores(metadata, metadata.number("expert_gating_func", SIGMOID), (SIGMOID,))
+    is_sparse = [f"blk.{i}.ffn_gate_inp.weight" in stored for i in range(num_layers)]
+    return {
+        "expert_selection_fn": "sigmoid",
+        "intermediate_size": metadata.number("expert_feed_forward_length"),
+        "mlp_layer_types": ["sparse" if sparse else "dense" for sparse in is_sparse],
+        "norm_topk_prob": metadata.flag("expert_weights_norm"),
+        "num_shared_experts": metadata.count("expert_shared_count"),
+        "prefix_dense_intermediate_size": metadata.number("feed_forward_length"),
     }
 
 

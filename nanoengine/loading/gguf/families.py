@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.rope_scaling import original_length
 from nanoengine.loading.layer_kinds import FULL, RECURRENT, SLIDING
 
-COHERE_INTERVAL = 4
+COHERE_INTERVAL = MUSE_INTERVAL = 4
 EXAONE_INTERVAL = OLMO_INTERVAL = 4
 EXAONE_WINDOWS = {64: 4096}  # by layers, of files that do not say it
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
@@ -130,12 +132,14 @@ def gemma2_settings(metadata: Metadata, width_per_head: int, head_dim: int) -> d
 
 def cohere_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
     """A file of Command R7B says that every so many-th layer sees all keys, or which ones, or
-    neither. To llama.cpp 0 is no factor of the logits.
+    neither. To llama.cpp 0 is no factor of the logits. Raises as `_check_one_theta`.
     """
-    settings: dict[str, Any] = {
-        "layer_norm_eps": metadata.real("attention.layer_norm_epsilon"),
-        "logit_scale": metadata.real("logit_scale", 0.0) or 1.0,
-    }
+    settings: dict[str, Any] = {"logit_scale": metadata.real("logit_scale", 0.0) or 1.0}
+    if metadata.architecture == "cohere2moe":
+        _check_one_theta(metadata)
+        settings["rms_norm_eps"] = metadata.real("attention.layer_norm_rms_epsilon")
+    else:
+        settings["layer_norm_eps"] = metadata.real("attention.layer_norm_epsilon")
     if metadata.architecture == "command-r":
         return settings
     has_window = metadata.have_windows(num_layers, COHERE_INTERVAL)
@@ -144,6 +148,52 @@ def cohere_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
         "layer_types": [SLIDING if has else FULL for has in has_window],
         "sliding_window": metadata.number("attention.sliding_window"),
     }
+
+
+def muse_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Layers with a window turn, others do not. Raises UnsupportedModelError for norms of q or k
+    that are more than one factor of queries.
+    """
+    _check_one_theta(metadata)
+    has_window = metadata.have_windows(num_layers, MUSE_INTERVAL)
+    theta = metadata.real("rope.freq_base", 10000.0)
+    return {
+        "hidden_activation": "silu",
+        "layer_types": [SLIDING if has else FULL for has in has_window],
+        "layer_rope_theta": [theta if has else 0 for has in has_window],
+        "sliding_window": metadata.number("attention.sliding_window"),
+        "qk_scale_factor": _factor_of_queries(metadata, stored, num_layers),
+        "output_multiplier": metadata.real("logit_scale"),
+        "final_logit_softcapping": metadata.real("final_logit_softcapping", 0.0) or None,
+    }
+
+
+def _factor_of_queries(metadata: Metadata, stored: Mapping[str, Any], num_layers: int) -> float:
+    """What all weights of the norms of q are, where those of k are 1."""
+    found: dict[str, set[float]] = {"q": set(), "k": set()}
+    for layer in range(num_layers):
+        for part, values in found.items():
+            name = f"blk.{layer}.attn_{part}_norm.weight"
+            if name not in stored:
+                raise CorruptModelError(f"{metadata.path} has no tensor {name!r}")
+            values |= {*np.array(stored[name].data, dtype=np.float32).reshape(-1).tolist()}
+    if len(found["q"]) != 1 or found["k"] != {1.0}:
+        raise UnsupportedModelError(
+            f"{metadata.path}: the weights of 'attn_q_norm' and 'attn_k_norm' are more than one "
+            "factor of queries, which is not supported"
+        )
+    return float(str(np.float32(found["q"].pop())))
+
+
+def _check_one_theta(metadata: Metadata) -> None:
+    """Raise UnsupportedModelError if layers with a window turn by another one."""
+    key = "rope.freq_base_swa"
+    theta = metadata.real("rope.freq_base", 10000.0)
+    if metadata.real(key, theta) != theta:
+        raise UnsupportedModelError(
+            f"{metadata.path}: '{metadata.architecture}.{key}' is {metadata.real(key):g}, and "
+            f"'rope.freq_base' {theta:g}; two are not supported here"
+        )
 
 
 def exaone_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
@@ -169,6 +219,18 @@ def olmo_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
         "architectures": ["Olmo3ForCausalLM"],
         "model_type": "olmo3",
         "sliding_window": window,
+        "layer_types": [SLIDING if has else FULL for has in has_window],
+        "rope_local_base_freq": metadata.real("rope.freq_base_swa", theta),
+    }
+
+
+def mellum_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
+    """In layers with a window RoPE is not scaled."""
+    window = metadata.count("attention.sliding_window")
+    has_window = metadata.have_windows(num_layers) if window else [False] * num_layers
+    theta = metadata.real("rope.freq_base", 10000.0)
+    return {
+        "sliding_window": window or None,
         "layer_types": [SLIDING if has else FULL for has in has_window],
         "rope_local_base_freq": metadata.real("rope.freq_base_swa", theta),
     }

@@ -86,12 +86,15 @@ class Metadata:
 
     def have_windows(self, num_layers: int, interval: int | None = None) -> list[bool]:
         """Of each layer, whether it has a sliding window. interval: if the file does not say it,
-        each but every so many-th has one.
+        each but every so many-th has one; a file may say a number instead of a list.
         """
-        key = f"{self.architecture}.attention.sliding_window_pattern"
-        if interval is not None and not self.has(key):
-            return [bool((i + 1) % interval) for i in range(num_layers)]
-        return self._each(key, bool, num_layers)
+        name = "attention.sliding_window_pattern"
+        key = f"{self.architecture}.{name}"
+        if self.has(key) and len(self._fields[key].types) == 1:
+            interval = self.number(name)
+        elif self.has(key) or interval is None:
+            return self._each(key, bool, num_layers)
+        return [bool((i + 1) % interval) for i in range(num_layers)]
 
     def window(self) -> int | None:
         """The sliding window. One that no text is longer than is none, and so is 0."""

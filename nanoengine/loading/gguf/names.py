@@ -126,6 +126,7 @@ _NAMES = {
     "laguna": _LAYER_NAMES | {"attn_gate": "self_attn.g_proj"},
     "lfm2": _LFM2_NAMES,
     "lfm2moe": _LFM2_NAMES,
+    "muse-glimmer": _GEMMA_NAMES | {"attn_gate": "self_attn.g_proj"},
     "nemotron_h": NEMOTRON_NAMES,
     "nemotron_h_moe": NEMOTRON_NAMES,
     "olmo2": _NORMS_AFTER_NAMES,

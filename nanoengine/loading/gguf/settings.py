@@ -25,7 +25,9 @@ from nanoengine.loading.gguf.families import (
     gemma3_settings,
     granite_settings,
     kimi_settings,
+    mellum_settings,
     mistral_settings,
+    muse_settings,
     olmo_settings,
     phi3_settings,
     recurrent_settings,
@@ -44,6 +46,7 @@ ARCHITECTURES = {
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "cohere2moe": "Cohere2MoeForCausalLM",
     "command-r": "CohereForCausalLM",
     "deepseek2": "DeepseekV2ForCausalLM",  # DeepSeek-V3, GLM 4.7 Flash and Youtu-LLM, too
     "dots1": "Dots1ForCausalLM",
@@ -70,8 +73,10 @@ ARCHITECTURES = {
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
+    "mellum": "MellumForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
+    "muse-glimmer": "MuseGlimmerForCausalLM",
     "nemotron": "NemotronForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "nemotron_h_moe": "NemotronHForCausalLM",
@@ -100,6 +105,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "afmoe": {"mup_enabled": True},
     "apertus": {"hidden_act": "xielu"},
     "arcee": {"hidden_act": "relu2"},
+    "cohere2moe": {"model_type": "cohere2_moe"},
     "command-r": {"model_type": "cohere"},
     "deepseek2": {"model_type": "deepseek_v2"},
     "ernie4_5-moe": {"model_type": "ernie4_5_moe"},
@@ -112,8 +118,10 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "jais2": {"hidden_act": "relu2"},
     "kimi-linear": {"model_type": "kimi_linear"},
     "lfm2moe": {"model_type": "lfm2_moe"},
+    "mellum": {"norm_topk_prob": True},
     "minimax-m2": {"model_type": "minimax_m2"},
     "mistral3": {"model_type": "ministral3"},
+    "muse-glimmer": {"model_type": "muse_glimmer_text", "post_norm_eps": 1e-8},
     "nemotron": {"hidden_act": "relu2"},
     "olmoe": {"norm_topk_prob": False},
     "qwen2moe": {"model_type": "qwen2_moe", "norm_topk_prob": False},
@@ -135,10 +143,10 @@ MAY_TURN_A_PART = (
 )
 WITH_WINDOWS = (
     *("cohere2", *ROTATE_IN_WINDOWS, "gemma2", "gemma3", "gemma4", "gpt-oss", "llama", "olmo2"),
-    *("laguna", "phi3"),
+    *("cohere2moe", "laguna", "mellum", "muse-glimmer", "phi3"),
 )
 GRANITES = ("granite", "granitehybrid", "granitemoe")
-COHERES = ("cohere2", "command-r")
+COHERES = ("cohere2", "cohere2moe", "command-r")
 LAYER_NORMS = ("jais2", "nemotron", "stablelm", "starcoder2")
 # Of generation_config.json: its key in a GGUF.
 SAMPLING = {
@@ -162,7 +170,7 @@ def check_supported(metadata: Metadata) -> None:
     scaled = () if architecture in SCALED_EXPERTS else ("expert_weights_scale",)
     tempered = () if architecture == "mistral3" else (TEMPERATURE,)
     refused = {*GRANITE_KEYS} if architecture not in GRANITES else set()
-    if architecture in COHERES:
+    if architecture in (*COHERES, "muse-glimmer"):
         refused -= {"logit_scale"}
     for key in (*refused, *scaled, *tempered):
         full_key = f"{architecture}.{key}"
@@ -310,6 +318,10 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         settings = recurrent_settings(metadata, stored, num_layers)
     if metadata.architecture == "kimi-linear":
         settings = kimi_settings(metadata, stored, num_layers)
+    if metadata.architecture == "muse-glimmer":
+        return muse_settings(metadata, stored, num_layers)
+    if metadata.architecture == "mellum":
+        settings = mellum_settings(metadata, num_layers)
     if metadata.architecture in ROTATE_IN_WINDOWS:
         settings = exaone_settings(metadata, num_layers)
     if metadata.architecture == "deepseek2" and not metadata.count("expert_count"):

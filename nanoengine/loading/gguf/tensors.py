@@ -35,7 +35,10 @@ Config = Mapping[str, Any]  # the content of config.json
 # Row order of q and k in a GGUF of these is llama.cpp's (pairs side by side), not Hugging Face's
 # (halves).
 PERMUTED = frozenset(
-    {"arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3"}
+    {
+        *("arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "muse-glimmer"),
+        "smollm3",
+    }
 )
 # In these the value heads of recurrent layers take turns among the key heads that they belong to;
 # Hugging Face has those of a key head together (conversion/qwen.py).
@@ -51,6 +54,7 @@ _EXPERT_PARTS = {
 }
 _SHARED_PARTS = {"ffn_gate_shexp": "gate", "ffn_up_shexp": "up", "ffn_down_shexp": "down"}
 _ROUTER, _SHARED_GATE, _CHOICE_BIAS = "ffn_gate_inp", "ffn_gate_inp_shexp", "exp_probs_b"
+NORMS_OF_HEADS = ("attn_q_norm", "attn_k_norm")
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")  # a file has [channels, taps]
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+?)(?:\.(weight|bias))?")
 
@@ -103,8 +107,9 @@ def hf_tensors(
             found = _of_name(metadata, config, tensor, GLOBAL_NAMES.get(name))
         else:
             index, part = int(match[1]), match[2]
-            goes_with_keys = architecture.latent and part == "attn_v_b"
-            if goes_with_keys or index >= num_layers + bool(architecture.mtp):
+            is_said = architecture.latent and part == "attn_v_b"  # with the keys
+            is_said |= not architecture.norms_of_heads and part in NORMS_OF_HEADS  # in config.json
+            if is_said or index >= num_layers + bool(architecture.mtp):
                 continue
             layer = _Layer(metadata, config, f"model.layers.{index}.", part, match[3])
             found = layer.becomes(tensor, stored)
@@ -143,7 +148,10 @@ def _of_name(
     if name is None:
         return []
     # llama.cpp stores the number that a norm multiplies with.
-    offset = ARCHITECTURES[config["architectures"][0]].norm_offset or 0.0
+    architecture = ARCHITECTURES[config["architectures"][0]]
+    offset = architecture.norm_offset or 0.0
+    if name == "model.norm.weight" and architecture.last_norm_offset is not None:
+        offset = architecture.last_norm_offset
     is_moved = offset and name.endswith("norm.weight")
     change = (lambda values: values - offset) if is_moved else None
     return [GgufTensor(name, _shape(stored), stored.data, stored.tensor_type, rows, change)]
