@@ -65,6 +65,7 @@ ADDED: dict[str, list[Any]] = {key: [0.37] for key in OF_NUMBERS} | {
     "use_parallel_residual": [True, False],
 }
 EPS = "norms inside a layer have an eps of their own, as the models' own code has it"
+ONE_THETA = "llama.cpp turns layers with a window and those without by one theta"
 OF_SCORES = "llama.cpp multiplies scores, too, where RoPE is not YaRN's"
 # Of a key, which architectures differ and why; None: whatever the key is.
 KNOWN: list[tuple[tuple[str, ...], str | None, str]] = [
@@ -88,6 +89,8 @@ KNOWN: list[tuple[tuple[str, ...], str | None, str]] = [
     (("olmo2",), "rope.freq_base_swa", "llama.cpp reads no theta of windows"),
     (("arcee", "olmo2", "qwen2"), "rope.scaling.yarn_beta_fast", BETAS),
     (("laguna",), None, FACTORS),
+    (("mellum",), "rope.freq_base", ONE_THETA),
+    (("mellum",), "rope.freq_base_swa", ONE_THETA),
 ]
 
 

@@ -276,6 +276,10 @@ def variants() -> dict[str, Case]:
     forms = FTYPES["Q4_K_M"], F32
     of_laguna = with_settings(**own_factor)
     found["laguna in Q4_K_M"] = Case("laguna", wide, of_laguna, forms=forms)
+    of_cohere = WIDE | {"intermediate_size": 256, "prefix_dense_intermediate_size": 256}
+    found["cohere2-moe in Q4_K_M"] = Case("cohere2-moe", of_cohere, forms=forms)
+    of_muse = {"text_config": TINY["muse-glimmer"].settings["text_config"] | WIDE}
+    found["muse-glimmer in Q4_K_M"] = Case("muse-glimmer", of_muse, forms=forms)
     return found
 
 

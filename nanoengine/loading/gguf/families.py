@@ -10,7 +10,7 @@ import numpy as np
 
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
-from nanoengine.loading.gguf.rope_scaling import original_length
+from nanoengine.loading.gguf.rope_scaling import original_length, scaling_factor
 from nanoengine.loading.layer_kinds import FULL, RECURRENT, SLIDING
 
 COHERE_INTERVAL = MUSE_INTERVAL = 4
@@ -142,7 +142,8 @@ def cohere_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
         settings["layer_norm_eps"] = metadata.real("attention.layer_norm_epsilon")
     if metadata.architecture == "command-r":
         return settings
-    has_window = metadata.have_windows(num_layers, COHERE_INTERVAL)
+    interval = COHERE_INTERVAL if metadata.architecture == "cohere2" else None
+    has_window = metadata.have_windows(num_layers, interval)
     # Also one that no text is longer than: layers without one do not rotate.
     return settings | {
         "layer_types": [SLIDING if has else FULL for has in has_window],
@@ -152,9 +153,16 @@ def cohere_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
 
 def muse_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """Layers with a window turn, others do not. Raises UnsupportedModelError for norms of q or k
-    that are more than one factor of queries.
+    that are more than one factor of queries, and for RoPE that is scaled.
     """
     _check_one_theta(metadata)
+    if (
+        scaling_factor(metadata) != 1.0
+    ):  # of layers without a window, to llama.cpp, where none turns
+        raise UnsupportedModelError(
+            f"{metadata.path}: 'muse-glimmer.rope.scaling.factor' is {scaling_factor(metadata):g}, "
+            "which is not supported; supported: 1"
+        )
     has_window = metadata.have_windows(num_layers, MUSE_INTERVAL)
     theta = metadata.real("rope.freq_base", 10000.0)
     return {
@@ -164,7 +172,7 @@ def muse_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         "sliding_window": metadata.number("attention.sliding_window"),
         "qk_scale_factor": _factor_of_queries(metadata, stored, num_layers),
         "output_multiplier": metadata.real("logit_scale"),
-        "final_logit_softcapping": metadata.real("final_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": metadata.real("final_logit_softcapping", 30.0) or None,
     }
 
 

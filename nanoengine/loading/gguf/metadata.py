@@ -86,14 +86,13 @@ class Metadata:
 
     def have_windows(self, num_layers: int, interval: int | None = None) -> list[bool]:
         """Of each layer, whether it has a sliding window. interval: if the file does not say it,
-        each but every so many-th has one; a file may say a number instead of a list.
+        each but every so many-th has one, and the file may say how many instead of a list.
         """
         name = "attention.sliding_window_pattern"
         key = f"{self.architecture}.{name}"
-        if self.has(key) and len(self._fields[key].types) == 1:
-            interval = self.number(name)
-        elif self.has(key) or interval is None:
+        if interval is None or (self.has(key) and len(self._fields[key].types) > 1):
             return self._each(key, bool, num_layers)
+        interval = self.number(name, interval)
         return [bool((i + 1) % interval) for i in range(num_layers)]
 
     def window(self) -> int | None:
