@@ -79,7 +79,9 @@ class RecurrentConfig:
     before the rule sees.
     out_tiles: the inputs of the output projection are so many tiles, the first with the first value
     head of every key head, the second with the second; 1: value heads are in order. doubles_steps:
-    a delta rule's shares of a value go up to 2 (arXiv 2411.12537). Of Mamba-2:
+    a delta rule's shares of a value go up to 2 (arXiv 2411.12537). Of Kimi's rule: least_rate: what
+    the logarithms of decays come no lower than, by a sigmoid; 0: they come from a softplus, without
+    a bound. has_short_vectors: decays and gates are products of short vectors. Of Mamba-2:
     norm: a key of models.mamba.NORMS; has_bias, has_out_bias: of the first and the last projection.
     """
 
@@ -95,6 +97,8 @@ class RecurrentConfig:
     has_bias: bool = False
     has_out_bias: bool = False
     doubles_steps: bool = False
+    least_rate: float = 0.0
+    has_short_vectors: bool = False
 
     @property
     def sizes(self) -> list[int]:

@@ -34,6 +34,7 @@ typedef struct { /* filled by cpu_recurrence.py with struct.pack: keep both in s
     int64_t sequences, tokens, x_token, key_heads, heads, key_dim, value_dim, conv_size, is_bf16, threads, rule;
     int64_t norm_kind;
     double eps, gate_by, step_by; /* the last two: what Mamba-2's z and dt are multiplied by, or beta */
+    double least_rate; /* of KIMI: 0, or what decays' logarithms come no lower than, by a sigmoid */
 } delta_args;
 
 typedef struct { /* one sequence of the call, and its tokens [begin, end) that are in a window */
@@ -129,6 +130,15 @@ INLINE void decays_of(const char *a, const float *bias, float decay, float *out,
         vf sum = splat(1.0f / 17);
         for (int odd = 15; odd > 0; odd -= 2) sum = fused(sum, square, splat(1.0f / odd));
         STORE(out, d, exp2v(fused(2.0f * y, sum, vmax(splat(0.0f), x)) * (decay * LOG2E)), F32);
+    }
+}
+
+/* `least` times the sigmoid of -decay * (a + bias) as a power of e, for each channel of a key. */
+INLINE void bounded_decays(const char *a, const float *bias, float decay, float least, float *out, int64_t dim,
+                           int mode) {
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf x = (LOAD(a, d, mode) + LOAD(bias, d, F32)) * -decay;
+        STORE(out, d, exp2v(times_sigmoid(splat(least * LOG2E), x)), F32);
     }
 }
 
@@ -302,7 +312,11 @@ INLINE void bring_token(const delta_args *a, int64_t token, int64_t head, int64_
     h->beta[t] = sigmoid(first, mode) * (float)a->step_by;
     if (a->rule == KIMI) {
         const int64_t at = head * dim;
-        decays_of(AT(ba, a->heads + at, mode), a->dt_bias + at, a->decay[head], h->decay + t * dim, dim, mode);
+        const char *rates = AT(ba, a->heads + at, mode);
+        float *decays = h->decay + t * dim;
+        if (a->least_rate != 0.0)
+            bounded_decays(rates, a->dt_bias + at, a->decay[head], (float)a->least_rate, decays, dim, mode);
+        else decays_of(rates, a->dt_bias + at, a->decay[head], decays, dim, mode);
         return;
     }
     const float rate = load_f32(AT(ba, a->heads + head, mode), 1, mode)[0] + a->dt_bias[head];

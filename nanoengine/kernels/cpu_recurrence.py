@@ -23,7 +23,7 @@ from nanoengine.models.rules import RecurrentNet
 from nanoengine.models.short_conv import ShortConvNet
 
 SOURCE = Path(__file__).with_name("cpu_recurrence.c")
-_DELTA_ARGS = struct.Struct("=14Q12q3d")  # one field per member of delta_args, in that order
+_DELTA_ARGS = struct.Struct("=14Q12q4d")  # one field per member of delta_args, in that order
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 _RULES = (MambaNet, DeltaNet, ShortConvNet, KimiNet)  # as numbered in cpu_recurrence.c
 # Of the nets of these, in the order of delta_args.
@@ -66,6 +66,7 @@ class CpuRecurrence:
             NORMS.index(net.shape.norm) if isinstance(net, MambaNet) else 0,
             getattr(net, "eps", 0.0),
             *(getattr(net, name, 1.0) for name in ("gate_by", "step_by")),
+            net.shape.least_rate if isinstance(net, KimiNet) else 0.0,
         )
         function = self._short_conv if isinstance(net, ShortConvNet) else self._gated_delta
         self._tape.call(function, packed, pointed_to)

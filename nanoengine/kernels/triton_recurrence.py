@@ -79,8 +79,9 @@ def _softplus(x):
 
 @triton.jit
 def _gates(
-    ends, token, head, d, decay, dt_bias, gates, step_by,
+    ends, token, head, d, decay, dt_bias, gates, step_by, least_rate,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, IS_DELTA: tl.constexpr, IS_KIMI: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """How a head's matrix decays at this token, or each of its rows, and the share of v that it
     learns.
@@ -92,23 +93,27 @@ def _gates(
     projected = tl.load(ends + HEADS * IS_DELTA + at, mask=mask).to(tl.float32)
     if not IS_DELTA:
         projected *= step_by
-    rate = _softplus(projected + bias)
+    of_head = tl.load(decay + head)
+    if IS_BOUNDED:
+        rate = least_rate / (1.0 + tl.exp(of_head * (projected + bias)))
+    else:
+        rate = _softplus(projected + bias)
     share = rate
     if IS_DELTA:
         b = tl.load(ends + head)
         share = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32) * step_by
     to = gates + token.to(tl.int64) * (DECAYS + HEADS)
-    tl.store(to + at, tl.exp(tl.load(decay + head) * rate), mask=mask)
+    tl.store(to + at, tl.exp(rate if IS_BOUNDED else of_head * rate), mask=mask)
     tl.store(to + DECAYS + head, share)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def mix(
     x, conv, conv_bias, decay, dt_bias, inputs, slots, query_start, kv_lens, mixed, gates,
-    num_seqs, x_token, q_scale, step_by,
+    num_seqs, x_token, q_scale, step_by, least_rate,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CONV_SIZE: tl.constexpr, CONV_PAD: tl.constexpr, PAD: tl.constexpr,
-    IS_DELTA: tl.constexpr, IS_KIMI: tl.constexpr,
+    IS_DELTA: tl.constexpr, IS_KIMI: tl.constexpr, IS_BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """One token in one head: of q, of k, or of v with its gates."""
     token, part = tl.program_id(0), tl.program_id(1)
@@ -142,7 +147,8 @@ def mix(
     if is_value:
         ends = x + token.to(tl.int64) * x_token + CHANNELS + HEADS * VALUE_DIM
         _gates(
-            ends, token, head, d, decay, dt_bias, gates, step_by, HEADS, KEY_DIM, IS_DELTA, IS_KIMI
+            ends, token, head, d, decay, dt_bias, gates, step_by, least_rate, HEADS, KEY_DIM,
+            IS_DELTA, IS_KIMI, IS_BOUNDED,
         )  # fmt: skip
 
 
@@ -271,8 +277,9 @@ def recurrence(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: Forward
     widest = pad(max(shape.key_dim, shape.value_dim))
     mix[(tokens, 2 * shape.num_key_heads + shape.num_value_heads)](
         x, net.conv, bias, net.decay, net.dt_bias, state.inputs, *step, mixed, gates,
-        num_seqs, x.stride(0), shape.key_dim**-0.5, net.step_by, *heads, shape.conv_size,
-        pad(shape.conv_size), widest, is_delta, is_kimi, num_warps=1,
+        num_seqs, x.stride(0), shape.key_dim**-0.5, net.step_by, shape.least_rate, *heads,
+        shape.conv_size, pad(shape.conv_size), widest, is_delta, is_kimi, bool(shape.least_rate),
+        num_warps=1,
     )  # fmt: skip
     block, blocks = blocks_of(shape)
     share = pad(triton.cdiv(shape.channels, blocks * shape.num_value_heads))

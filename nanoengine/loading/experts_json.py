@@ -188,7 +188,7 @@ def expert_parts(config: ModelConfig, reader: Listing) -> dict[str, Part]:
         elif match := re.fullmatch(rf"{block}(?:gate\.)?moe_statics\.{CHOICE_BIAS}", stored):
             found[f"{match[1]}mlp.gate.{CHOICE_BIAS}"] = Part(stored, 0)  # of one group
         elif match := re.fullmatch(
-            rf"{block}(?:expert_bias|(?:gate\.|experts\.)?{CHOICE_BIAS})", stored
+            rf"{block}(?:(?:gate\.)?expert_bias|(?:gate\.|experts\.)?{CHOICE_BIAS})", stored
         ):
             found[f"{match[1]}mlp.gate.{CHOICE_BIAS}"] = Part(stored)
         elif match := re.fullmatch(rf"{block}experts\.(\d+)\.(\w+)\.weight", stored):

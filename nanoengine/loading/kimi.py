@@ -26,9 +26,10 @@ _LINEAR_KEYS = {
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-# Names in a layer whose attention is Kimi's.
+# Names in a layer whose attention is Kimi's; Ling's projections of decays and gates are one each.
 _PARTS = {
     **{f"{name}_proj": f"in_proj_{name}" for name in ("q", "k", "v", "b", "f_a", "g_a")},
+    **{"f_proj": "in_proj_a", "g_proj": "in_proj_z"},
     **{name: name for name in ("f_b_proj", "g_b_proj", "q_conv1d", "k_conv1d", "v_conv1d")},
     **{"A_log": "A_log", "dt_bias": "dt_bias", "o_norm": "norm", "o_proj": "out_proj"},
 }
@@ -72,7 +73,9 @@ def read_kimi(content: CheckedJson, num_layers: int) -> RecurrentConfig | None:
     heads = content.size("linear_num_heads")
     dim = content.size("linear_head_dim", limit=MAX_STATE_DIM)
     conv_size = read_conv_size(content, "linear_conv_kernel_dim")
-    rule = RecurrentConfig(layers, heads, heads, dim, dim, conv_size, rule="kimi")
+    rule = RecurrentConfig(
+        *(layers, heads, heads, dim, dim, conv_size), rule="kimi", has_short_vectors=True
+    )
     return rule if layers else None
 
 
@@ -81,7 +84,7 @@ def kimi_parts(model: ModelConfig, names: Iterable[str]) -> Iterator[tuple[str, 
 
     In transformers 5 one tensor has the three convolutions, and a part of the layer its decays.
     """
-    if ARCHITECTURES[model.architecture].hybrid != "kimi":
+    if ARCHITECTURES[model.architecture].hybrid not in ("kimi", "ling"):
         return
     for name in names:
         match = re.fullmatch(r"(model\.layers\.(\d+)\.)(self_attn|block_sparse_moe)\.(.+)", name)

@@ -32,6 +32,7 @@ from nanoengine.loading.layer_kinds import (
 )
 from nanoengine.loading.layer_shapes import HEADS, read_head_counts, read_shapes
 from nanoengine.loading.left_out import read_left_out
+from nanoengine.loading.ling import read_ling, with_lings_keys
 from nanoengine.loading.mixers import (
     ATTENTION,
     BOTH,
@@ -142,6 +143,8 @@ def _complete(content: CheckedJson, architecture: Architecture) -> None:
     content.values["quantization_config"] = quantization_of(content.path.parent, content.values)
     if architecture.hybrid == "kimi":
         with_usual_keys(content)
+    elif architecture.hybrid == "ling":
+        with_lings_keys(content)
     if "layer_rope_theta" in architecture.reads:
         num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
         with_one_theta(content, num_layers, "layer_rope_theta" in architecture.needs)
@@ -330,6 +333,8 @@ def _recurrent(
         return read_short_convs(content, architecture, num_layers)
     if architecture.hybrid == "kimi":
         return read_kimi(content, num_layers)
+    if architecture.hybrid == "ling":
+        return read_ling(content, num_layers)
     if mixers:
         return read_mamba(content, mixers, architecture)
     if architecture.hybrid != "delta":

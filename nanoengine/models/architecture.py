@@ -107,10 +107,11 @@ class Architecture:
     multiplied; "": it does not.
     hybrid: what a checkpoint's layers have in place of attention, or beside it; "": nothing.
     "delta": some have a gated delta rule, as config.json says. "kimi": that of Kimi, and no layer
-    turns; see loading/kimi.py. "convs": some have a gated short convolution, see
-    loading/short_convs.py. Of Mamba-2, see loading/mixers.py: "apart": each is a mixer (Mamba-2's
-    or attention) or a feed-forward; "mixers": each is such a mixer and a feed-forward; "beside":
-    each is a Mamba-2 mixer, attention beside it and a feed-forward.
+    turns; see loading/kimi.py. "ling": that of Kimi, and the others turn; see loading/ling.py.
+    "convs": some have a gated short convolution, see loading/short_convs.py. Of Mamba-2, see
+    loading/mixers.py: "apart": each is a mixer (Mamba-2's or attention) or a feed-forward;
+    "mixers": each is such a mixer and a feed-forward; "beside": each is a Mamba-2 mixer, attention
+    beside it and a feed-forward.
     projections: of layers with a delta rule.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
@@ -159,7 +160,7 @@ class Architecture:
     output_gate: bool = False
     gate_proj: bool = False
     head_gate: HeadGate = ""
-    hybrid: Literal["", "apart", "beside", "convs", "delta", "kimi", "mixers"] = ""
+    hybrid: Literal["", "apart", "beside", "convs", "delta", "kimi", "ling", "mixers"] = ""
     projections: tuple[str, ...] = ()
     windows: Literal["", "every layer", "layer_types", "pattern"] = ""
     ropes_in_windows: bool = False

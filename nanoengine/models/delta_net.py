@@ -4,7 +4,8 @@ A value head holds a matrix S. For each token: S decays by e^g, forgets beta of 
 key, and learns beta of the value there; the query reads it. transformers computes a prompt in
 chunks of 64 tokens, which is the same up to rounding. Here every token is a step of its own: so the
 bits of a row depend on its history alone, however that was cut into steps. In Kimi Delta Attention
-(arXiv 2510.26692) each row of S, a channel of the key, has a decay of its own.
+(arXiv 2510.26692) each row of S, a channel of the key, has a decay of its own; Ling 3.0's, as in
+FLA's kda_gate with a lower bound, are e^(bound times a sigmoid).
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class DeltaNet:
 
 
 class KimiNet(DeltaNet):
-    """The same of Kimi Delta Attention. dt_bias is [value_heads x key_dim]."""
+    """The same of Kimi Delta Attention. dt_bias is [value_heads x key_dim]. If shape.least_rate is
+    not 0, g is that times the sigmoid of -decay x (a + dt_bias).
+    """
 
     __slots__ = ()
 
@@ -80,8 +83,11 @@ def gated_delta(x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardCon
     q, k = (each.repeat_interleave(group, dim=1) for each in (q * shape.key_dim**-0.5, k))
     v = v.view(tokens, -1, shape.value_dim)
     beta = b.sigmoid().float() * net.step_by
-    rates = functional.softplus(a.float() + net.dt_bias).view(tokens, shape.num_value_heads, -1)
-    decay = (net.decay[:, None] * rates).exp()
+    rates = (a.float() + net.dt_bias).view(tokens, shape.num_value_heads, -1)
+    if shape.least_rate:
+        decay = (shape.least_rate * (-net.decay[:, None] * rates).sigmoid()).exp()
+    else:
+        decay = (net.decay[:, None] * functional.softplus(rates)).exp()
     read = torch.empty_like(v)
 
     def step(rows: Tensor, memory: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 from nanoengine.models.architecture import Architecture, ExpertNames, NormNames
 from nanoengine.models.families import (
+    CHOOSES_BY_SIGMOID,
     GRANITE_EXPERTS,
     GRANITE_MULTIPLIERS,
     LATENT_DEFAULTS,
@@ -54,6 +55,69 @@ HYBRID_EXPERTS = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+LING = Architecture(
+    "Ling 3.0 (tiny 7.9B-A1.3B)",
+    latent=True,
+    head_gate="sigmoid",
+    hybrid="ling",
+    mtp="layer",
+    projections=("q", "k", "v", "z", "b", "a"),
+    experts=SCORES_BY_SIGMOID,
+    requires=LATENT_REQUIRES
+    | CHOOSES_BY_SIGMOID
+    | {
+        "gated_attention_proj_granularity_type": (None, "head_wise"),
+        "linear_attention": (None, "kda"),
+        "moe_router_enable_expert_bias": (None, True),
+        "no_kda_lora": (None, True),
+        "rope_interleave": (None, True),
+        "score_function": (None, "sigmoid"),
+        "up_proj_norm": (None, False),
+        "use_bias": (None, False),
+        "use_mla_nope": (None, False),
+        "use_nGPT": (None, False),
+        "use_qkv_bias": (None, False),
+        "value_norm": (None, False),
+    },
+    keys={
+        "max_position_embeddings": "model_max_length",
+        "n_group": "num_expert_group",
+        "n_shared_experts": "num_shared_experts",
+        "norm_topk_prob": "moe_renormalize",
+        "num_experts_per_tok": "num_experts_per_token",
+    },
+    names={
+        "model.embed_tokens.": "model.word_embeddings.",
+        ".self_attn.": ".attention.",
+        ".o_proj.": ".dense.",
+        ".shared_head.norm.": ".final_layernorm.",
+        # As transformers 5 holds them.
+        ".self_attn.f_proj.": ".self_attn.forget_gate.f_proj.",
+    },
+    own_code=(
+        "modeling_bailing_moe_v3.BailingMoeV3Model",
+        "modeling_bailing_moe_v3.BailingMoeV3ForCausalLM",
+    ),
+    defaults=LATENT_DEFAULTS
+    | {
+        "first_k_dense_replace": 2,
+        "head_dim": 128,
+        "kda_lower_bound": -5.0,
+        "kda_safe_gate": True,
+        "layer_group_size": 6,
+        "max_position_embeddings": 262144,
+        "moe_intermediate_size": 768,
+        "n_group": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts": 512,
+        "num_experts_per_tok": 8,
+        "rope_theta": 6_000_000.0,
+        "routed_scaling_factor": 2.5,
+        "short_conv_kernel_size": 4,
+        "topk_group": 4,
+    },
+)
 NO_LIMIT = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 LFM2: dict[str, Any] = {
     "norms": NormNames(before_attention="operator_norm", before_mlp="ffn_norm"),
@@ -154,6 +218,9 @@ HYBRIDS = {
             "shared_intermediate_size": 1024,
         },
     ),
+    # Called so at the hub; transformers calls it BailingHybridForCausalLM.
+    "BailingMoeV3ForCausalLM": LING,
+    "BailingHybridForCausalLM": LING,
     "KimiLinearForCausalLM": Architecture(
         "Kimi Linear (48B-A3B)",
         latent=True,

@@ -232,9 +232,12 @@ class LayerBuilder:
             query,
             Norm(self._numbers(prefix + "kv_a_layernorm.weight"), eps),
             *map(ops.per_head, absorbed(from_latent.view(num_heads, -1, shape.kv_rank), shape)),
+            has_head_gate=bool(self._architecture.head_gate),
         )
-        qkv = Projection(joined([q, in_order(kv, latent_rows(shape))]))
-        return qkv, attention, self._summand(prefix, "o", has_bias=False)
+        parts = [q, in_order(kv, latent_rows(shape))]
+        if self._architecture.head_gate:
+            parts.append(self._source(f"{prefix}g_proj.weight"))
+        return Projection(joined(parts)), attention, self._summand(prefix, "o", has_bias=False)
 
     def _qkv(self, index: int, prefix: str, parts: str) -> Projection:
         names = ("qkv",) if "qkv" in self._architecture.fused else tuple(parts)

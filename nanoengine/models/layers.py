@@ -144,21 +144,26 @@ class LatentAttention:
         norm: Norm,
         to_row: Product,
         from_row: Product,
+        *,
+        has_head_gate: bool,
     ) -> None:
         """layer: counted among those with attention. query: from its vector, the norm included;
         None: queries are there. norm: of the latent. to_row, from_row: LayerOps.per_head; the first
-        gives zeros, the second multiplies by zeros where rows are turned.
+        gives zeros, the second multiplies by zeros where rows are turned. has_head_gate: qkv ends
+        with a number of each head, by whose sigmoid what it gives is multiplied.
         """
         self._ops, self._layer, self._num_heads, self._shape = ops, layer, num_heads, shape
         self._query, self._norm, self._to_row, self._from_row = query, norm, to_row, from_row
+        self._num_gates = num_heads if has_head_gate else 0
 
     def __call__(self, qkv: Tensor, angles: Angles, ctx: ForwardContext) -> Tensor:
-        """[tokens, q_rank or heads x query_dim, + row_dim] -> [tokens, heads x value_dim]."""
+        """[tokens, q_rank or heads x query_dim, + row_dim, + gates] -> values of that many heads,
+        [tokens, heads x value_dim].
+        """
         cos, sin = angles
-        shape, tokens = self._shape, len(qkv)
-        q, latent, turned = qkv.split_with_sizes(
-            [qkv.shape[1] - shape.row_dim, shape.kv_rank, shape.rope_dim], dim=1
-        )
+        shape, tokens, num_gates = self._shape, len(qkv), self._num_gates
+        sizes = qkv.shape[1] - shape.row_dim - num_gates, shape.kv_rank, shape.rope_dim, num_gates
+        q, latent, turned, gates = qkv.split_with_sizes(sizes, dim=1)
         if self._query is not None:
             q = self._query(q)
         q = q.view(tokens, self._num_heads, shape.query_dim)
@@ -173,7 +178,8 @@ class LatentAttention:
         target = ctx.kv.target(self._layer)
         rows = self._ops.rotate_and_store(rows, k, k, cos, sin, target)
         attended = ctx.attention.run(self._layer, rows, ctx)
-        return self._from_row(attended.view(rows.shape)).view(tokens, -1)
+        made = self._from_row(attended.view(rows.shape)).view(tokens, -1)
+        return gated_heads(self._ops, made, gates) if num_gates else made
 
     def _set_turned(self, rows: Tensor, turned: Tensor) -> None:
         """The part of rows [tokens, heads, row_dim] that is turned: [tokens, heads, rope_dim]."""

@@ -61,7 +61,7 @@ def make_recurrent(
 
 def _rule(ops: LayerOps, among: int, net: RecurrentNet, source: TensorSource) -> RecurrentLayer:
     """among: of the recurrent layers."""
-    if not isinstance(net, KimiNet):
+    if not isinstance(net, KimiNet) or not net.shape.has_short_vectors:
         return RecurrentLayer(ops, among, net)
     decays, gate = (ops.linear(source(f"{name}_b_proj.weight")) for name in "fg")
     return KimiLayer(ops, among, net, decays, gate)

@@ -180,10 +180,10 @@ class Shard:
         return rows(kind, recurrent)
 
     def _kimi_rows(self, kind: str, kimi: RecurrentConfig) -> tuple[range, ...] | None:
-        """Of what a layer has before its rule: every rank makes both short vectors."""
+        """Of what a layer has before its rule: every rank makes both short vectors, if any."""
         heads = self.heads(kimi.num_value_heads)
         match kind:
-            case "f_b_proj" | "dt_bias":
+            case "f_b_proj" | "in_proj_a" | "dt_bias":
                 return (_times(heads, kimi.key_dim),)
             case "g_b_proj":
                 return (_times(heads, kimi.value_dim),)

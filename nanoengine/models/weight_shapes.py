@@ -157,6 +157,8 @@ def _latent_shapes(config: ModelConfig, latent: LatentConfig, part: str) -> Shap
     yield f"{part}kv_a_proj_with_mqa.weight", (latent.row_dim, hidden)
     yield f"{part}kv_a_layernorm.weight", (latent.kv_rank,)
     yield f"{part}kv_b_proj.weight", (config.num_heads * latent.kv_dim, latent.kv_rank)
+    if ARCHITECTURES[config.architecture].head_gate:
+        yield f"{part}g_proj.weight", (config.num_heads, hidden)
     yield f"{part}o_proj.weight", (hidden, values)
 
 
@@ -179,7 +181,7 @@ def _rule_shapes(config: ModelConfig, recurrent: RecurrentConfig, part: str) -> 
     """Of a rule with heads: what is before its projection of results."""
     heads, keys, values = recurrent.num_value_heads, recurrent.key_size, recurrent.value_size
     channels = {"": recurrent.channels, "q_": keys, "k_": keys, "v_": values}
-    if recurrent.rule == "kimi":
+    if recurrent.has_short_vectors:
         yield f"{part}f_b_proj.weight", (recurrent.num_decays, recurrent.key_dim)
         yield f"{part}g_b_proj.weight", (values, recurrent.value_dim)
     for of in conv_parts(ARCHITECTURES[config.architecture]):
@@ -192,7 +194,7 @@ def _rule_shapes(config: ModelConfig, recurrent: RecurrentConfig, part: str) -> 
             yield f"{part}in_proj.bias", (sum(recurrent.sizes),)
         if recurrent.has_out_bias:
             yield f"{part}out_proj.bias", (config.hidden_size,)
-    rows = {"qkv": recurrent.channels, "z": values, "b": heads, "a": heads}
+    rows = {"qkv": recurrent.channels, "z": values, "b": heads, "a": recurrent.num_decays}
     rows |= {"qkvz": recurrent.channels + values, "ba": 2 * heads}
     rows |= {"q": keys, "k": keys, "v": values}
     rows |= {"f_a": recurrent.key_dim, "g_a": recurrent.value_dim}

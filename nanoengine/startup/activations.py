@@ -99,7 +99,9 @@ def _recurrent_bytes(
         return ends + max((8 + 3 * element_size) * recurrent.channels, feed_forward), 2 * inputs
     heads, values = recurrent.num_value_heads, recurrent.value_size
     ends = (sum(recurrent.sizes) + values + heads) * element_size
-    if recurrent.rule == "kimi":  # what is projected lives on beside x, made of it and two products
+    if (
+        recurrent.has_short_vectors
+    ):  # what is projected lives on beside x, made of it and two products
         ends += (recurrent.channels + 2 * values + recurrent.num_decays) * element_size
     if is_fused:
         return ends + max(4 * recurrent.channels, feed_forward), 0

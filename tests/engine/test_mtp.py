@@ -64,7 +64,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 MODELS = (
     *("qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen3-next-moe"),
-    *("deepseek-v3", "glm4-moe-lite", "glm4-moe"),
+    *("deepseek-v3", "glm4-moe-lite", "glm4-moe", "ling"),
 )
 SPLIT = ("qwen3-next-moe", "glm4-moe")  # with a tensor for each expert
 CHUNKS = {"max_num_batched_tokens": 9, "max_num_seqs": 3}

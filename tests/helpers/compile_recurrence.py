@@ -23,6 +23,7 @@ SHAPES = {
     "delta": RecurrentConfig((0,), 2, 4, 128, 128, 4),
     "delta of odd sizes": RecurrentConfig((0,), 1, 3, 80, 96, 4),
     "Kimi": RecurrentConfig((0,), 4, 4, 128, 128, 4, rule="kimi"),
+    "Ling": RecurrentConfig((0,), 4, 4, 128, 128, 4, rule="kimi", least_rate=-5.0),
     "Mamba-2": RecurrentConfig((0,), 2, 4, 128, 64, 4, rule="mamba"),
     "Mamba-2 of odd sizes": RecurrentConfig((0,), 1, 3, 80, 96, 3, rule="mamba"),
     "Granite 4 H Micro": RecurrentConfig((0,), 1, 48, 128, 64, 4, rule="mamba"),

@@ -82,6 +82,7 @@ FAMILIES = (
     Family("Laguna", "Laguna", "128K to 1M", "glm45"),
     Family("LFM2", "Lfm2 Lfm2Moe", "32K", "lfm2"),
     Family("LFM3", "Lfm3", "128K"),
+    Family("Ling 3.0", "BailingMoeV3 BailingHybrid", "128K"),
     Family("Llama", "Llama", "4K to 128K", "llama3_json"),
     Family("Mellum", "Mellum", "128K"),
     Family("MiniMax", "MiniMaxM2", "192K", "minimax_m2"),

@@ -43,6 +43,8 @@ class Head(nn.Module):
         config, last = copy.deepcopy(model.config), model.config.num_hidden_layers - 1
         if config.model_type.startswith("qwen"):
             config.layer_types, config.mlp_only_layers, last = ["full_attention"], [], 0
+        elif config.model_type == "bailing_hybrid":
+            config.layer_types, config.mlp_layer_types, last = ["full_attention"], ["sparse"], 0
         norm, size = type(model.model.norm), config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.pre_fc_norm_embedding = norm(size, config.rms_norm_eps)
@@ -80,6 +82,7 @@ def stored(
     as_layer: by DeepSeek's names, whatever the model is.
     """
     is_qwen = model.config.model_type.startswith("qwen") and not as_layer
+    is_ling = model.config.model_type == "bailing_hybrid"
     layer = f"model.layers.{model.config.num_hidden_layers}."
     found: dict[str, Tensor] = {}
     for name, tensor in _with_experts(head, splits_experts):
@@ -87,7 +90,8 @@ def stored(
         if is_qwen:
             found[f"mtp.{name}"] = tensor
         elif place in OTHERS:
-            found[f"{layer}{OTHERS[place]}.{part}"] = tensor
+            other = "final_layernorm" if is_ling and place == "norm" else OTHERS[place]
+            found[f"{layer}{other}.{part}"] = tensor
         else:
             found[layer + name.removeprefix("layers.0.")] = tensor
     if not is_qwen:

@@ -23,6 +23,8 @@ SHAPES: dict[str, AnyRecurrent] = {
     "OLMo Hybrid": RecurrentConfig((0,), 2, 2, 96, 192, 4, doubles_steps=True),
     "Kimi": RecurrentConfig((0,), 2, 2, 128, 128, 4, rule="kimi"),
     "Kimi of odd sizes": RecurrentConfig((0,), 3, 3, 12, 75, 3, rule="kimi"),
+    "Ling": RecurrentConfig((0,), 2, 2, 128, 128, 4, rule="kimi", least_rate=-5.0),
+    "Ling of odd sizes": RecurrentConfig((0,), 3, 3, 12, 75, 3, rule="kimi", least_rate=-2.5),
     "Mamba-2": RecurrentConfig((0,), 1, 3, 128, 64, 4, rule="mamba"),
     "Mamba-2 of odd sizes": RecurrentConfig((0,), 2, 4, 12, 75, 3, rule="mamba"),
     "Falcon-H1": RecurrentConfig((0,), 1, 3, 128, 64, 4, rule="mamba", norm="none"),

@@ -86,7 +86,8 @@ def read(folder: Path, config: dict[str, Any], **changes: Any) -> ModelConfig:
 def test_the_published_config(tmp_path: Path) -> None:
     found = read(tmp_path, PUBLISHED)
     layers = tuple(i - 1 for i in LINEAR["kda_layers"])  # type: ignore[attr-defined]
-    assert found.recurrent == RecurrentConfig(layers, 32, 32, 128, 128, 4, rule="kimi")
+    rule = RecurrentConfig(layers, 32, 32, 128, 128, 4, rule="kimi", has_short_vectors=True)
+    assert found.recurrent == rule
     assert found.latent == LatentConfig(0, 512, 64, 128, 128, takes_turns=False)
     assert found.kv_layers == [i - 1 for i in FULL] and found.num_kv_heads == 1
     assert found.no_rope_layers == tuple(range(27))
