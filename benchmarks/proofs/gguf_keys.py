@@ -70,7 +70,7 @@ OF_SCORES = "llama.cpp multiplies scores, too, where RoPE is not YaRN's"
 # Of a key, which architectures differ and why; None: whatever the key is.
 KNOWN: list[tuple[tuple[str, ...], str | None, str]] = [
     (
-        ("deepseek2", "kimi-linear", "qwen35", "qwen35moe", "qwen3next"),
+        ("bailingmoe3", "deepseek2", "kimi-linear", "qwen35", "qwen35moe", "qwen3next"),
         "attention.layer_norm_rms_epsilon",
         EPS,
     ),

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 import numpy as np  # noqa: E402 (the lines above say where the others are)
+import torch  # noqa: E402
 from gguf import GGMLQuantizationType as QuantType  # noqa: E402
 from gguf_model import (  # noqa: E402
     ARCHITECTURES,
@@ -62,11 +63,12 @@ class Case:
 
 
 def in_codes(kind: str) -> Change:
-    """Of layers: their matrices."""
+    """Of layers: their matrices, but routers."""
 
     def change(model: GGUFModel) -> None:
         for name, values in model.tensors.items():
-            if values.ndim == 2 and name.startswith("blk."):
+            is_matrix = values.ndim == 2 and values.shape[1] > 1 and "gate_inp" not in name
+            if is_matrix and name.startswith("blk."):
                 model.types[name] = QuantType[kind]
 
     return change
@@ -106,6 +108,24 @@ def fused_experts(model: GGUFModel) -> None:
         model.tensors[name.replace("gate", "gate_up")] = np.concatenate(parts, axis=1)
 
 
+def queries_of_a_short_vector(model: GGUFModel) -> None:
+    """As published models have them: [heads x size, hidden] becomes two products and a norm."""
+    rank, rng = 40, np.random.default_rng(7)
+    for name in [name for name in model.tensors if name.endswith(".attn_kv_a_norm.weight")]:
+        layer = name.removesuffix(".attn_kv_a_norm.weight")
+        rows, hidden = model.tensors.pop(f"{layer}.attn_q.weight").shape
+        shapes = {"attn_q_a": (rank, hidden), "attn_q_b": (rows, rank), "attn_q_a_norm": (rank,)}
+        for part, shape in shapes.items():
+            values = torch.tensor(rng.normal(float(len(shape) == 1), 0.2, shape)).bfloat16()
+            model.tensors[f"{layer}.{part}.weight"] = values.float().numpy()
+    with_settings(attention__q_lora_rank=rank)(model)
+
+
+def attention_behind_the_last(model: GGUFModel) -> None:
+    """Ling's file says which layers have attention; the head for guesses has."""
+    model.settings["bailingmoe3.attention.head_count_kv"].append(1)
+
+
 # Nemotron 3 has no layers with a feed-forward, of which a file would have no size.
 EXPERTS_ALONE = [
     *("linear_attention", "moe", "full_attention", "moe", "linear_attention"),
@@ -138,6 +158,7 @@ OTHERWISE: dict[str, dict[str, Any] | None] = {
     "gemma4-shared": {"num_kv_shared_layers": 2},
     "glm4-moe-lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "kimi-linear-dense": None,
+    "ling-unbounded": None,
     "lfm2": {"conv_bias": False},
     "llama-sharded": None,
     "mellum": {
@@ -268,6 +289,8 @@ def variants() -> dict[str, Case]:
         found[f"{name}, fused experts"] = Case(name, OTHERWISE.get(name) or {}, fused_experts)
     for name in ("qwen3.5", "qwen3-next-moe", "glm4-moe", "deepseek-v3"):
         found[f"{name}, MTP"] = Case(name, OTHERWISE.get(name) or {}, drafts=True)
+    found["ling, MTP"] = Case("ling", {}, attention_behind_the_last, drafts=True)
+    found["ling, short queries"] = Case("ling", {}, queries_of_a_short_vector)
     for name, ftype in FTYPES.items():
         found[f"llama in {name}"] = Case("llama", WIDE, forms=(ftype, F32))
     for name in RANDOM:
@@ -280,6 +303,8 @@ def variants() -> dict[str, Case]:
     found["cohere2-moe in Q4_K_M"] = Case("cohere2-moe", of_cohere, forms=forms)
     of_muse = {"text_config": TINY["muse-glimmer"].settings["text_config"] | WIDE}
     found["muse-glimmer in Q4_K_M"] = Case("muse-glimmer", of_muse, forms=forms)
+    of_ling = WIDE | {"v_head_dim": 64, "moe_intermediate_size": 256}
+    found["ling in Q4_K"] = Case("ling", of_ling, in_codes("Q4_K"), forms=(F32,))
     return found
 
 

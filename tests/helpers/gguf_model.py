@@ -13,7 +13,15 @@ import numpy as np
 import numpy.typing as npt
 from coded import any_quantize
 from gguf import GGMLQuantizationType as QuantType
-from gguf_families import MUSE, norms_of_muse, of_cohere_experts, of_muse
+from gguf_families import (
+    LING,
+    MUSE,
+    norms_of_muse,
+    of_cohere_experts,
+    of_ling,
+    of_muse,
+    usual_name_of_ling,
+)
 from gguf_mamba import (
     FALCON,
     NEMOTRONS,
@@ -44,6 +52,7 @@ RENAMED = {
 UNMAPPED = {
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
+    "final_layernorm.weight": "layer_output_norm.weight",
     **{
         f"shared_mlp.{part}_proj.weight": f"{name.removesuffix('exps')}shexp.weight"
         for part, name in EXPERT_NAMES.items()
@@ -56,6 +65,7 @@ ARCHITECTURES = {
     "AfmoeForCausalLM": "afmoe",
     "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
+    "BailingHybridForCausalLM": LING,
     "Cohere2ForCausalLM": "cohere2",
     "Cohere2MoeForCausalLM": "cohere2moe",
     "CohereForCausalLM": "command-r",
@@ -111,7 +121,13 @@ ARCHITECTURES = {
     "Starcoder2ForCausalLM": "starcoder2",
 }
 # Of architectures that this release of gguf does not know, those with most of their names.
-LIKE = {"cohere2moe": "cohere2", "laguna": "llama", "mellum": "qwen3moe", MUSE: "gemma3"}
+LIKE = {
+    "cohere2moe": "cohere2",
+    LING: "kimi-linear",
+    "laguna": "llama",
+    "mellum": "qwen3moe",
+    MUSE: "gemma3",
+}
 # Keys of an eps, as in conversion/base.py.
 LAYER_NORMS = dict.fromkeys(
     ("jais2", "nemotron", "stablelm", "starcoder2"), ("layer_norm_eps", "norm_epsilon", "norm_eps")
@@ -201,7 +217,7 @@ class GGUFModel:
         if self.arch in NEMOTRONS:
             self.arch = nemotron_kind(self.config)
             self.config |= usual_keys(self.config)
-        if self.arch == "kimi-linear":
+        if self.arch in ("kimi-linear", LING):
             self.config |= _usual_keys_of_kimi(self.config)
         if self.arch in ("afmoe", "exaone-moe"):
             self.config["n_shared_experts"] = self.config["num_shared_experts"]
@@ -262,8 +278,10 @@ class GGUFModel:
                     continue
                 if ".conv.conv.weight" in name:
                     values = values.squeeze(1)
+                if self.arch == LING:
+                    name = usual_name_of_ling(self.config, name)
                 if name.endswith("self_attn.A_log"):
-                    values = -np.exp(values)
+                    values = np.exp(values).reshape(-1, 1) if self.arch == LING else -np.exp(values)
                 if "_conv1d." in name:  # as conversion/kimi_linear.py has it
                     values = values.reshape(1, len(values), 1, -1)
                 if ".linear_attn." in name:
@@ -431,6 +449,7 @@ class GGUFModel:
             | (_of_cohere(config, arch) if "logit_scale" in config else {})
             | (of_cohere_experts(config) if arch == "cohere2moe" else {})
             | (of_muse(config) if arch == MUSE else {})
+            | (of_ling(config) if arch == LING else {})
             | (_of_gemma2(config) if arch == "gemma2" else {})
             | (_of_layer_norm(config, arch) if arch in LAYER_NORMS else {})
             | (_of_gemma4(config) if arch == "gemma4" else {})
@@ -672,7 +691,7 @@ def _usual_keys_of_kimi(config: dict[str, Any]) -> dict[str, Any]:
         "n_group": config["num_expert_group"],
         "n_shared_experts": config["num_shared_experts"],
         "num_experts_per_tok": config["num_experts_per_token"],
-        "rope_parameters": {"rope_theta": 1e4},
+        "rope_parameters": config.get("rope_parameters") or {"rope_theta": 1e4},
     }
 
 

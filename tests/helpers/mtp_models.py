@@ -94,7 +94,7 @@ def stored(
             found[f"{layer}{other}.{part}"] = tensor
         else:
             found[layer + name.removeprefix("layers.0.")] = tensor
-    if not is_qwen:
+    if not is_qwen and not is_ling:
         found[f"{layer}embed_tokens.weight"] = model.model.embed_tokens.weight.clone()
         found[f"{layer}shared_head.head.weight"] = model.lm_head.weight.clone()
     return found

@@ -34,7 +34,7 @@ def fuse(model: GGUFModel) -> int:
 # Rows in another order, with biases, beside recurrent layers and gates, of layers that differ, in
 # layers of both kinds and in recurrent ones.
 FUSED = {"llama": 3, "llama-bias": 6, "qwen3.5": 1, "gemma4-shared": 3, "lfm2": 1}
-FUSED |= {"falcon-h1": 3, "kimi-linear": 2}
+FUSED |= {"falcon-h1": 3, "kimi-linear": 2, "ling": 2}
 
 
 @pytest.mark.parametrize("keeps_codes", [False, True])

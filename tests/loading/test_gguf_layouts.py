@@ -45,7 +45,7 @@ NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "l
 NAMES += ("kimi-linear", "ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
 NAMES += ("cohere", "cohere2", "dots1", "falcon-h1", "granite-moe-shared", "minimax-m2")
 NAMES += ("gemma", "gemma2", "olmo2", "olmo3", "exaone-moe", "solar-open", "youtu")
-NAMES += ("cohere2-moe", "cohere2-moe-shared", "mellum", "muse-glimmer")
+NAMES += ("cohere2-moe", "cohere2-moe-shared", "ling", "mellum", "muse-glimmer")
 NAMES += ("afmoe", "jais2", "laguna", "nemotron", "stablelm", "starcoder2")
 BY_DEFAULT = (
     *NAMES[:2],
@@ -84,7 +84,7 @@ quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
 
 def model_of(folder: Path, name: str) -> GGUFModel:
     model = GGUFModel(folder)
-    if name in ("deepseek-v3", "kimi-linear", "youtu"):
+    if name in ("deepseek-v3", "kimi-linear", "ling", "youtu"):
         keys_and_values_apart(model)
     return with_scaling(model, name) if name in SCALINGS else model
 

@@ -19,7 +19,7 @@ DENSE += ("cohere2", "falcon-h1", "granite", "hunyuan", "lfm2", "ministral3")
 NEWER = (
     *("afmoe", "hyperclovax", "nemotron", "stablelm", "starcoder2", "youtu", "mellum"),
     *("exaone-moe", "bamba", "laguna", "lfm3", "olmo-hybrid", "nemotron-h-latent"),
-    *("cohere2-moe", "cohere2-moe-shared", "flint", "muse-glimmer"),
+    *("cohere2-moe", "cohere2-moe-shared", "flint", "muse-glimmer", "ling", "ling-unbounded"),
 )
 EXPERTS = (
     "dots1",

@@ -146,13 +146,14 @@ STATES = {  # how many layers have one, and KV
     "falcon-h1": (3, 3),
     "kimi-linear": (2, 1),
     "bamba": (2, 1),
+    "ling": (2, 1),
     "lfm3": (2, 2),
     "olmo-hybrid": (2, 1),
     "nemotron-h-latent": (2, 1),
 }
 FIRST = ("qwen3.5", "nemotron-h", "granite-hybrid", "lfm2", "falcon-h1", "kimi-linear")
 NAMES = named({name: name for name in STATES}, *FIRST)
-LATER = ("bamba", "lfm3", "olmo-hybrid", "nemotron-h-latent")
+LATER = ("bamba", "lfm3", "ling-unbounded", "olmo-hybrid", "nemotron-h-latent")
 
 
 @pytest.mark.some(6)

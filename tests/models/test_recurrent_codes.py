@@ -81,6 +81,9 @@ CASES = {
         {"attn_kv_b": "F32"},
         "Q4_0",
     ),
+    "Ling": Case(
+        "ling", {"head_dim": 32, "moe_intermediate_size": 64}, {"attn_kv_b": "F32"}, "Q5_1"
+    ),
     "heads in order": Case("qwen3-next-moe", sizes(64, 16) | EXPERTS, {}, "Q4_1"),
 }
 

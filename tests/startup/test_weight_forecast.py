@@ -33,6 +33,7 @@ NOT_IN_GGUF = (
     "falcon-h1-norm",
     "glm4-moe-lite",
     "kimi-linear-dense",
+    "ling-unbounded",
     "nemotron-h-moe",
     "qwen3-next",
 )

@@ -56,7 +56,7 @@ FIRST = ("qwen3", "gemma3", "glm4-moe")  # norms of heads, windows and experts
 # Recurrent layers; heads of two sizes, shared KV and inputs of each layer; norms over all heads.
 # Shared experts with a gate and without, biases and clamped gates, a norm of the router's own.
 MIXTURES = ("qwen3.5-moe", "deepseek-v3", "gpt-oss", "gemma4-moe", "olmoe", "nemotron-h-moe")
-MIXTURES += ("nemotron-h-latent",)
+MIXTURES += ("nemotron-h-latent", "ling")
 MIXTURES += ("dots1", "granite-moe-shared", "kimi-linear", "minimax-m2")
 OTHERS = ("qwen3.5", "qwen3-next-moe", "gemma4", "gemma4-shared", "olmo3", "nemotron-h")
 OTHERS += ("apertus", "arcee", "cohere", "cohere2", "gemma2", "lfm2-moe")

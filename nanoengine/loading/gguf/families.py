@@ -65,6 +65,14 @@ def recurrent_settings(
     }
 
 
+KIMIS = ("bailingmoe3", "kimi-linear")
+# Of Ling's config.json: the keys of a file.
+CLAMPS = {
+    "expert_swiglu_limit_list": "swiglu_clamp_exp",
+    "share_expert_swiglu_limit_list": "swiglu_clamp_shexp",
+}
+
+
 def kimi_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """The heads of Kimi's rule are as many as its rates of decay."""
     of_rates = [f"blk.{i}.ssm_a" for i in range(num_layers)]
@@ -73,12 +81,27 @@ def kimi_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
         raise UnsupportedModelError(
             f"{metadata.path}: recurrent layers have {sorted(heads)} heads, and must be alike"
         )
-    return {
+    settings = {
         "layer_types": [RECURRENT if name in stored else FULL for name in of_rates],
         "linear_conv_kernel_dim": metadata.number("ssm.conv_kernel"),
         "linear_head_dim": metadata.number("kda.head_dim"),
         "linear_num_heads": heads.pop() if heads else 1,
     }
+    return settings | (_ling_settings(metadata) if metadata.architecture == "bailingmoe3" else {})
+
+
+def _ling_settings(metadata: Metadata) -> dict[str, Any]:
+    """What bounds decays, and what experts multiply. Raises UnsupportedModelError."""
+    if not metadata.flag("kda.safe_gate", default=True):
+        raise UnsupportedModelError(
+            f"{metadata.path}: 'bailingmoe3.kda.safe_gate' is false, which llama.cpp does not run "
+            "either"
+        )
+    limits = {}
+    for key, name in CLAMPS.items():
+        if metadata.has(f"bailingmoe3.{name}"):
+            limits[key] = metadata.reals(name, metadata.number("block_count"))
+    return limits | {"kda_lower_bound": metadata.real("kda.gate_lower_bound")}
 
 
 def recurrent_sizes(metadata: Metadata) -> tuple[int, int, int]:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanoengine.errors import CorruptModelError
+from nanoengine.loading.gguf.families import KIMIS
 from nanoengine.loading.gguf.metadata import Metadata
 
 _FUSED = re.compile(r"blk\.(0|[1-9]\d{0,4})\.attn_qkv\.(weight|bias)")
@@ -76,7 +77,7 @@ def _rows_of_keys(metadata: Metadata, layer: int) -> int:
         kv_heads = metadata.of_layers("attention.head_count_kv", num_layers, at_least=0)
     if layer >= num_layers:
         raise CorruptModelError(f"{metadata.path}: layer {layer} of {num_layers} layers")
-    if metadata.architecture == "kimi-linear":  # whose recurrent layers alone have all three
+    if metadata.architecture in KIMIS:  # whose recurrent layers alone have all three
         return num_heads * metadata.number("kda.head_dim")
     key = "attention.key_length"
     if metadata.architecture == "gemma4" and metadata.have_windows(num_layers)[layer]:

@@ -1,5 +1,5 @@
-"""Latent attention's metadata of a GGUF file as keys of config.json: llama.cpp's deepseek2 and
-kimi-linear.
+"""Latent attention's metadata of a GGUF file as keys of config.json: llama.cpp's deepseek2,
+kimi-linear and bailingmoe3.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 from nanoengine.errors import CorruptModelError
 from nanoengine.loading.gguf.metadata import Metadata
 
-LATENTS = ("deepseek2", "kimi-linear")
+LATENTS = ("bailingmoe3", "deepseek2", "kimi-linear")
 
 
 def latent_settings(metadata: Metadata, num_heads: int) -> dict[str, Any]:

@@ -78,6 +78,12 @@ _KIMI_NAMES = _LATENT_NAMES | {
     "ssm_g_b": "self_attn.g_b_proj",
     "ssm_norm": "self_attn.o_norm",
 }
+_LING_NAMES = _KIMI_NAMES | {
+    "attn_gate": "self_attn.g_proj",
+    "layer_output_norm": MTP_NORMS[2],
+    "ssm_f_a": "self_attn.f_proj",
+    "ssm_g_a": "self_attn.g_proj",
+}
 # Of the head for multi-token prediction, beside its layer. A file may have copies of the model's
 # embedding and output head, too.
 _MTP_NAMES = {
@@ -109,6 +115,7 @@ _NAMES = {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
     },
+    "bailingmoe3": _LING_NAMES,
     "deepseek2": _LATENT_NAMES,
     "apertus": _LAYER_NAMES
     | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},

@@ -19,6 +19,7 @@ from nanoengine.loading.gguf.experts import (
 )
 from nanoengine.loading.gguf.families import (
     GRANITE_KEYS,
+    KIMIS,
     cohere_settings,
     exaone_settings,
     gemma2_settings,
@@ -45,6 +46,7 @@ ARCHITECTURES = {
     "afmoe": "AfmoeForCausalLM",
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
+    "bailingmoe3": "BailingMoeV3ForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "cohere2moe": "Cohere2MoeForCausalLM",
     "command-r": "CohereForCausalLM",
@@ -105,6 +107,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "afmoe": {"mup_enabled": True},
     "apertus": {"hidden_act": "xielu"},
     "arcee": {"hidden_act": "relu2"},
+    "bailingmoe3": {"model_type": "bailing_hybrid"},
     "cohere2moe": {"model_type": "cohere2_moe"},
     "command-r": {"model_type": "cohere"},
     "deepseek2": {"model_type": "deepseek_v2"},
@@ -316,7 +319,7 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
     settings: dict[str, Any] = {}
     if metadata.architecture in HYBRIDS:
         settings = recurrent_settings(metadata, stored, num_layers)
-    if metadata.architecture == "kimi-linear":
+    if metadata.architecture in KIMIS:
         settings = kimi_settings(metadata, stored, num_layers)
     if metadata.architecture == "muse-glimmer":
         return muse_settings(metadata, stored, num_layers)

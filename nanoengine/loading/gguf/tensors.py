@@ -175,7 +175,7 @@ class _Layer:
         found: list[GgufTensor] = []
         if architecture.hybrid in ("apart", "mixers", "beside"):
             found = self.of_mamba(tensor)
-        elif architecture.hybrid == "kimi":
+        elif architecture.hybrid in ("kimi", "ling"):
             found = self.of_kimi(tensor)
         elif architecture.hybrid == "delta":
             found = self.of_recurrence(tensor)
@@ -277,8 +277,9 @@ class _Layer:
         shape = tuple(size for size in _shape(stored) if size != 1)
         if self.part == "ssm_a":
             rates, count = stored.data.reshape(-1), (math.prod(shape),)
-            name = f"{whole}A_log"
-            return [GgufTensor(name, count, rates, kind, change=_log_of_negative, dtype="F32")]
+            name, is_ling = f"{whole}A_log", self.metadata.architecture == "bailingmoe3"
+            change = Tensor.log if is_ling else _log_of_negative  # Ling's are the rates as they are
+            return [GgufTensor(name, count, rates, kind, change=change, dtype="F32")]
         if self.part == "ssm_dt":
             return _of_name(self.metadata, self.config, stored, f"{whole}dt_bias")
         if not self.part.startswith("ssm_conv1d_"):

@@ -115,7 +115,8 @@ _ALIASES = {
     "llama-bpe": "falcon3 falcon-h1 jina-v5-nano lfm2 llama3 llama-v3 midm-2.0 pixtral",
     "olmo": "a.x-4.0 exaone4 gigachat gpt-2 granite-docling jais jina-de jina-es jina-v2-de "
     "jina-v2-es mellum modern-bert mpt phi-2 trillion",
-    "qwen2": "deepseek-r1-qwen f2llmv2 grok-2 hunyuan kormo megrez solar-open stablelm2",
+    "qwen2": "bailingmoe bailingmoe2 deepseek-r1-qwen f2llmv2 grok-2 hunyuan kormo llada-moe "
+    "megrez solar-open stablelm2",
     "smollm": "codeshell command-r exaone mellum2 minerva-7b refact starcoder",
     "tiny_aya": "cohere2moe",
 }
