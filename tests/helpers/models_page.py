@@ -120,7 +120,7 @@ def _models() -> Iterator[str]:
     for family in FAMILIES:
         found = family.architectures
         cells = [
-            "; ".join(row.models for row in found.values()),
+            "; ".join(dict.fromkeys(row.models for row in found.values())),
             ", ".join(kinds_of(found)),
             family.context,
             _calls(family),
@@ -156,7 +156,8 @@ def _ggufs(family: Family) -> str:
     names |= {GGUF_OF[name] for name in found if name in GGUF_OF}
     if not names:
         return "-"
-    unread = [row.models for name, row in found.items() if name not in GGUF_OF]
+    read = {found[name].models for name in found if name in GGUF_OF}
+    unread = [row.models for row in found.values() if row.models not in read]
     return ", ".join(sorted(names)) + "".join(f"; none of {models}" for models in unread)
 
 

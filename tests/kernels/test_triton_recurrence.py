@@ -108,6 +108,8 @@ def kimi_of_transformers(net: KimiNet, rows: Tensor, patch: pytest.MonkeyPatch) 
     from transformers.models.kimi_linear import modeling_kimi_linear as modeling
 
     shape, size = net.shape, rows.shape[1]
+    if shape.least_rate:
+        return ling_of_transformers(net, rows)
     layer = modeling.KimiLinearDeltaAttention(
         SimpleNamespace(
             hidden_size=size,
@@ -136,6 +138,39 @@ def kimi_of_transformers(net: KimiNet, rows: Tensor, patch: pytest.MonkeyPatch) 
         "conv1d.weight": net.conv.T.unsqueeze(1),
         "forget_gate.f_a_proj.weight": a,
         "forget_gate.A_log": (-net.decay).log().view(1, 1, -1, 1),
+        "forget_gate.dt_bias": net.dt_bias,
+        "o_norm.weight": net.norm,
+    }
+    return output_of(layer, state, rows)[:, : shape.value_size]
+
+
+def ling_of_transformers(net: KimiNet, rows: Tensor) -> Tensor:
+    """The same of Ling 3.0, whose projections are one each."""
+    from transformers.models.bailing_hybrid import modeling_bailing_hybrid as modeling
+
+    shape, size = net.shape, rows.shape[1]
+    layer = modeling.BailingHybridDeltaAttention(
+        SimpleNamespace(
+            hidden_size=size,
+            linear_num_heads=shape.num_value_heads,
+            linear_head_dim=shape.key_dim,
+            linear_conv_kernel_dim=shape.conv_size,
+            hidden_act="silu",
+            rms_norm_eps=net.eps,
+            kda_safe_gate=True,
+            kda_lower_bound=shape.least_rate,
+        ),
+        0,
+    )
+    parts = torch.eye(size).split_with_sizes(
+        [shape.key_size] * 2 + [shape.value_size, *shape.sizes[1:]]
+    )
+    names = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "forget_gate.f_proj")
+    state = {f"{name}.weight": part for name, part in zip(names, parts, strict=True)}
+    state |= {
+        "o_proj.weight": torch.eye(size, shape.value_size),
+        "conv1d.weight": net.conv.T.unsqueeze(1),
+        "forget_gate.A_log": (-net.decay).log(),
         "forget_gate.dt_bias": net.dt_bias,
         "o_norm.weight": net.norm,
     }
@@ -202,6 +237,7 @@ LENGTHS = named({"40 tokens": 40, "1 token": 1, "300 tokens": 300}, "40 tokens",
         {
             "delta": DELTA,
             "Kimi": KIMI,
+            "Ling": replace(KIMI, least_rate=-4.0),
             "Mamba-2": MAMBA,
             "Mamba-2 in one group": replace(MAMBA, num_key_heads=1),
             "delta of 80 and 96": RecurrentConfig((0,), 1, 1, 80, 96, 4),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import reference
 from driver import Driver, small_engine
+from gguf_model import GGUFModel, keys_and_values_apart
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -23,6 +24,7 @@ from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHy
 
 from nanoengine.config.model import ExpertsConfig, LatentConfig, ModelConfig, RecurrentConfig
 from nanoengine.errors import ModelLoadError
+from nanoengine.loading.gguf.convert import read_gguf_config
 from nanoengine.loading.model_config import read_model_config
 
 Tiny = Callable[[str], Path]
@@ -212,3 +214,22 @@ def test_only_latent_rows_are_kv(tiny: Tiny) -> None:
     engine = small_engine(tiny("ling"))
     assert engine.kv.spec.block_bytes == 8 * (32 + 16) * 4
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "about"),
+    [
+        ({"kda.safe_gate": False}, "'bailingmoe3.kda.safe_gate' is false"),
+        ({"swiglu_clamp_exp": [0.0, 7.0, 0.0]}, "'expert_swiglu_limit_list'"),
+        ({"kda.gate_lower_bound": 5.0}, "'-kda_lower_bound' is -5.0"),
+    ],
+    ids=str,
+)
+def test_a_file_that_does_not_run_is_refused(
+    tiny: Tiny, tmp_path: Path, settings: dict[str, Any], about: str
+) -> None:
+    model = GGUFModel(tiny("ling"))
+    keys_and_values_apart(model)
+    model.settings |= {f"bailingmoe3.{key}": value for key, value in settings.items()}
+    with pytest.raises(ModelLoadError, match=about):
+        read(tmp_path, read_gguf_config(model.write(tmp_path / "model.gguf")))

@@ -99,8 +99,8 @@ def _ling_settings(metadata: Metadata) -> dict[str, Any]:
         )
     limits = {}
     for key, name in CLAMPS.items():
-        if metadata.has(f"bailingmoe3.{name}"):
-            limits[key] = metadata.reals(name, metadata.number("block_count"))
+        if metadata.has(whole := f"bailingmoe3.{name}"):
+            limits[key] = metadata.reals(whole, metadata.number("block_count"))
     return limits | {"kda_lower_bound": metadata.real("kda.gate_lower_bound")}
 
 
