@@ -171,7 +171,7 @@ def test_answers_are_those_of_the_same_weights_in_float32(
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["qwen3.5", "glm4-moe"])
+@pytest.mark.parametrize("name", ["qwen3.5", "glm4-moe", "ling"])
 def test_a_models_own_head_may_be_in_it(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
