@@ -55,6 +55,13 @@ HYBRID_EXPERTS = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+KIMI_KEYS = {
+    "max_position_embeddings": "model_max_length",
+    "n_group": "num_expert_group",
+    "n_shared_experts": "num_shared_experts",
+    "norm_topk_prob": "moe_renormalize",
+    "num_experts_per_tok": "num_experts_per_token",
+}
 LING = Architecture(
     "Ling 3.0 (tiny 7.9B-A1.3B)",
     latent=True,
@@ -79,13 +86,7 @@ LING = Architecture(
         "use_qkv_bias": (None, False),
         "value_norm": (None, False),
     },
-    keys={
-        "max_position_embeddings": "model_max_length",
-        "n_group": "num_expert_group",
-        "n_shared_experts": "num_shared_experts",
-        "norm_topk_prob": "moe_renormalize",
-        "num_experts_per_tok": "num_experts_per_token",
-    },
+    keys=KIMI_KEYS,
     names={
         "model.embed_tokens.": "model.word_embeddings.",
         ".self_attn.": ".attention.",
@@ -229,13 +230,7 @@ HYBRIDS = {
         experts=replace(SCORES_BY_SIGMOID, block="block_sparse_moe", parts=("w1", "w3", "w2")),
         requires=LATENT_REQUIRES
         | {"mla_use_nope": (None, True), "moe_router_activation_func": (None, "sigmoid")},
-        keys={
-            "max_position_embeddings": "model_max_length",
-            "n_group": "num_expert_group",
-            "n_shared_experts": "num_shared_experts",
-            "norm_topk_prob": "moe_renormalize",
-            "num_experts_per_tok": "num_experts_per_token",
-        },
+        keys=KIMI_KEYS,
         own_code=("modeling_kimi.KimiLinearModel", "modeling_kimi.KimiLinearForCausalLM"),
         defaults=LATENT_DEFAULTS
         | {
