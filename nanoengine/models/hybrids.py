@@ -92,8 +92,6 @@ LING = Architecture(
         ".self_attn.": ".attention.",
         ".o_proj.": ".dense.",
         ".shared_head.norm.": ".final_layernorm.",
-        # As transformers 5 holds them.
-        ".self_attn.f_proj.": ".self_attn.forget_gate.f_proj.",
     },
     own_code=(
         "modeling_bailing_moe_v3.BailingMoeV3Model",

@@ -11,17 +11,8 @@ from nanoengine.loading.gguf.metadata import Metadata
 QWEN_EXPERTS = ("mellum", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe")
 NONE_SHARED = ("mellum", "qwen3moe", "qwen3vlmoe")  # of these
 SCALED_EXPERTS = (
-    *(
-        "afmoe",
-        "bailingmoe3",
-        "deepseek2",
-        "dots1",
-        "exaone-moe",
-        "glm4moe",
-        "kimi-linear",
-        "laguna",
-    ),
-    "nemotron_h_moe",
+    *("afmoe", "bailingmoe3", "deepseek2", "dots1", "exaone-moe"),
+    *("glm4moe", "kimi-linear", "laguna", "nemotron_h_moe"),
 )
 WITH_EXPERTS = (
     "cohere2moe",
