@@ -65,7 +65,7 @@ ARCHITECTURES = {
     "AfmoeForCausalLM": "afmoe",
     "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
-    "BailingHybridForCausalLM": LING,
+    "BailingMoeV3ForCausalLM": LING,
     "Cohere2ForCausalLM": "cohere2",
     "Cohere2MoeForCausalLM": "cohere2moe",
     "CohereForCausalLM": "command-r",

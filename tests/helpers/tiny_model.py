@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,6 +169,7 @@ class TinyModel:
     # transformers 5 saves the chat template as a file of its own, older checkpoints hold it in
     # tokenizer_config.json: both must load.
     template_in_own_file: bool = False
+    hub_class: str = ""  # of published models, where transformers calls it otherwise
 
     @property
     def architecture(self) -> str:
@@ -175,7 +177,7 @@ class TinyModel:
         if "text_config" in self.settings:
             wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[self.model_type]
             return WRAPPERS[wrapper][self.settings["text_config"]["model_type"]]
-        return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type])
+        return self.hub_class or str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.model_type])
 
     def __call__(self, folder: Path) -> None:
         """Build the model and save it, its tokenizer and its generation settings into `folder`."""
@@ -185,6 +187,10 @@ class TinyModel:
             _randomize_vectors(model)
         model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_IDS)
         model.save_pretrained(folder, **self.saved_as)
+        if self.hub_class:
+            path = folder / "config.json"
+            content = json.loads(path.read_text()) | {"architectures": [self.hub_class]}
+            path.write_text(json.dumps(content))
         tokenizer = _byte_tokenizer(self.adds_bos)
         tokenizer.save_pretrained(folder, save_jinja_files=self.template_in_own_file)
 

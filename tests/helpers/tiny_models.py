@@ -739,6 +739,7 @@ TINY: dict[str, TinyModel] = {
             "kda_lower_bound": -3.5,
         },
         seed=146,
+        hub_class="BailingMoeV3ForCausalLM",
     ),
     # Without a bound; the first layer with attention. By transformers' own names.
     "ling-unbounded": TinyModel(
