@@ -82,9 +82,13 @@ def run(llm: LLM, first: int) -> None:
 
 
 def mapped_kib() -> tuple[int, int]:
-    """How many mappings the process has, and its resident KiB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return len(Path("/proc/self/maps").read_text().splitlines()), pages * 4
+    """How many mappings the process has, and the KiB that it alone keeps: not those of files, which
+    the kernel drops and reads again as it likes.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kinds = ("RssAnon:", "RssShmem:", "VmSwap:")
+    held = sum(int(line.split()[1]) for line in lines if line.startswith(kinds))
+    return len(Path("/proc/self/maps").read_text().splitlines()), held
 
 
 def counts() -> Counter[object]:
