@@ -79,6 +79,7 @@ SETTINGS = {
         "decode_reserve_blocks": "KV blocks kept free for running requests",
         "speculative": "off, auto, ngram:K, resident:K, mtp:K, or ngram:K and another with a +: "
         "K guesses a step",
+        "draft_model": "the assistant of a Gemma 4, which guesses for it",
     },
     "sampling and debugging": {
         "seed": "of requests, an integer",

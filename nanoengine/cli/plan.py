@@ -47,6 +47,7 @@ def plan(args: argparse.Namespace) -> int:
         )
     # torch, which the arithmetic names dtypes with, takes a second to import.
     with ended_by_ctrl_c():
+        from nanoengine.loading.assistant import read_assistant_of
         from nanoengine.loading.find_model import read_config_of
         from nanoengine.loading.stored_weights import read_stored
         from nanoengine.startup.forecast import Forecaster
@@ -56,7 +57,9 @@ def plan(args: argparse.Namespace) -> int:
     if config.enable_cpu_offload and not machine.hardware.gpu_bytes:
         machine.assumed.append("KV offload is left out: a CPU has one memory")
     stored = read_stored(config.model, model)
-    made = Forecaster(config, model, machine.hardware, stored).forecast(args.context)
+    assistant = read_assistant_of(config, model)
+    planner = Forecaster(config, model, machine.hardware, stored, assistant)
+    made = planner.forecast(args.context)
     if args.json:
         print(json.dumps(_row(args, made, machine), indent=2))
     else:

@@ -34,6 +34,7 @@ MAX_GUESSES = 64
 # Rows whose logits any step has room for: what two texts whose forms leave one way to go on guess
 # in a step, and as many tokens of prompts as are scored at once.
 LEAST_SAMPLED = 32
+WITH_DRAFT_MODEL = "mtp:4"
 AUTO_SPECULATIVE, DEFAULT_SPECULATIVE = "ngram:8+resident:8", "resident:8"
 MAX_THREADS = 1024
 MAX_RANKS = 64
@@ -140,11 +141,13 @@ class EngineConfig:
     "off": one token a step. "ngram:K": up to K tokens per step and request, by prompt lookup.
     "resident:K": up to K for requests whose KV is streamed, or has half the bytes of the weights,
     by decode steps over a part of the KV on the device; fewer where they do not pay. "mtp:K": up to
-    K by the MTP head (multi-token prediction), if it has one; fewer where they do not
-    pay. "ngram:K+resident:K", "ngram:K+mtp:K": lookup first. "auto": lookup and drafts over the KV
-    on the device with K = 8. None: "resident:8" if KV is streamed and the plan says "the same bits
-    in any batch", as on a CPU in bfloat16; all requests of a step then have no more guesses than
-    max_num_seqs or 32, whichever is more; else "off".
+    K by the MTP head (multi-token prediction), if it has one, or by draft_model; fewer where they
+    do not pay. "ngram:K+resident:K", "ngram:K+mtp:K": lookup first. "auto": lookup and drafts over
+    the KV on the device with K = 8. None: "resident:8" if KV is streamed and the plan says "the
+    same bits in any batch", as on a CPU in bfloat16; all requests of a step then have no more
+    guesses than max_num_seqs or 32, whichever is more; else "off".
+    draft_model: the assistant of a Gemma 4, as `model`: a small model that guesses tokens for it.
+    speculative is "mtp:4" then, if it is not given.
     generation_config: default sampling parameters of requests. "auto": those of the model's
     generation_config.json; None or "vllm": SamplingParams().
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
@@ -186,6 +189,7 @@ class EngineConfig:
     stream_mib_per_step: float | None = None
     measure_speed: bool = True
     speculative: str | None = None
+    draft_model: str | None = None
     generation_config: str | None = None
     debug_kv: bool = False
     debug_copy_delay_ms: float = 0.0
@@ -198,6 +202,7 @@ class EngineConfig:
         if self.tokenizer is not None:
             self._set("tokenizer", path_text("tokenizer", self.tokenizer))
         self._check_choices()
+        self._check_draft_model()
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {shown(getattr(self, name))}")
@@ -229,7 +234,17 @@ class EngineConfig:
     @property
     def num_mtp(self) -> int:
         """Most tokens guessed by the MTP head per step and request; 0: none."""
-        return self._guessers.get("mtp", 0)
+        return 0 if self.draft_model else self._guessers.get("mtp", 0)
+
+    @property
+    def num_assisted(self) -> int:
+        """The same by the model that `draft_model` names."""
+        return self._guessers.get("mtp", 0) if self.draft_model else 0
+
+    @property
+    def most_drafts(self) -> int:
+        """Most tokens that draft steps guess before a step and for each request."""
+        return self.num_drafts or self.num_assisted
 
     @property
     def checked_rows(self) -> int:
@@ -286,6 +301,24 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running request computes a token in a "
                 "step"
+            )
+
+    def _check_draft_model(self) -> None:
+        """One alone asks for as many guesses as its publishers advise."""
+        if self.draft_model is None:
+            return
+        self._set("draft_model", path_text("draft_model", self.draft_model))
+        if self.speculative is None:
+            self._set("speculative", WITH_DRAFT_MODEL)
+        if self.num_drafts or not (self.num_assisted or self.speculative == "off"):
+            raise ConfigError(
+                f'a draft_model guesses with speculative="mtp:K" or "ngram:K+mtp:K", and it is '
+                f"{shown(self.speculative)}; leave one of them out"
+            )
+        if self.num_assisted and self.tensor_parallel_size != 1:
+            raise ConfigError(
+                "a draft_model runs in one process, and tensor_parallel_size is "
+                f"{shown(self.tensor_parallel_size)}; leave one of them out"
             )
 
     def _check_offload(self) -> None:
@@ -370,6 +403,7 @@ class Settings(TypedDict, total=False):
     stream_mib_per_step: float | None
     measure_speed: bool
     speculative: str | None
+    draft_model: str | os.PathLike[str] | None
     generation_config: str | None
     debug_kv: bool
     debug_copy_delay_ms: float

@@ -281,11 +281,15 @@ class LeftOut:
     only: tuple[str, ...] = ()
 
 
+GIVEN = -1
+
+
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """What may differ from layer to layer.
 
-    source: the layer whose keys and values this one reads, an earlier one or itself.
+    source: the layer whose keys and values this one reads, an earlier one or itself; GIVEN: one of
+    another model, see ModelConfig.given_kv.
     values_are_keys: v is k, before the norms and the rotation of these.
     """
 
@@ -323,6 +327,8 @@ class ModelConfig:
     prediction is part of it: a layer more with attention, number num_layers, see models/mtp.py.
     has_qk_norm: False: it has none of the norms of q and k that others of its architecture have.
     norm_after_eps: of the norms of what is added to the residual stream; None: as of the others.
+    given_kv: of an assistant, for each layer the one whose keys and values it reads, counted among
+    the layers with attention of the model that it guesses for; () of all other models.
     """
 
     architecture: str
@@ -362,6 +368,7 @@ class ModelConfig:
     has_qk_norm: bool = True
     factors: Factors = Factors()
     multipliers: Multipliers = Multipliers()
+    given_kv: tuple[int, ...] = ()
 
     def shape(self, layer: int) -> LayerShape:
         """The shape of a layer."""
@@ -421,3 +428,17 @@ class ModelConfig:
         """Bytes of the KV of one token over all layers."""
         heads = [self.shape(layer).kv_heads for layer in self.kv_layers]
         return self.kv_parts * element_size * sum(num * dim for num, dim in heads)
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantConfig:
+    """A small model that guesses tokens for another one, see models/assistant.py.
+
+    layers: its layers and its output head. hidden_size: of the other model. num_centroids: tokens
+    are in so many groups, of which the num_open likeliest have logits; 0: all tokens have.
+    """
+
+    layers: ModelConfig
+    hidden_size: int
+    num_centroids: int = 0
+    num_open: int = 0

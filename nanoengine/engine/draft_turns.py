@@ -65,7 +65,7 @@ class DraftTurns:
 
     def can_draft(self, decodes: list[Sequence]) -> bool:
         """Whether drafts may pay for each of these: none waits for those of others."""
-        return self._config.num_drafts > 0 and all(map(self._kv.may_draft, decodes))
+        return self._config.most_drafts > 0 and all(map(self._kv.may_draft, decodes))
 
     def resting(self, running: list[Sequence]) -> list[Sequence]:
         """The running sequences that the next step does not check; [] if they take no turns. They

@@ -7,6 +7,7 @@ is overwritten by the step that checks it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -63,6 +64,30 @@ class Drafts:
         if not any(item.num_drafts and item.seq.follows_output for item in batch.items):
             return batch
         return self.fill(batch, device.read_back(self.tokens).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStates:
+    """Hidden states of the rows that sample in a step, [rows, hidden]. rows: (seq_id, position) ->
+    index of the row.
+    """
+
+    hidden: Tensor
+    rows: Mapping[tuple[int, int], int]
+
+    @classmethod
+    def of(cls, hidden: Tensor, sampled: Iterable[tuple[Sequence, int]]) -> SampledStates:
+        """sampled: the sequence and the position of each row."""
+        return cls(hidden, {(s.seq_id, at): row for row, (s, at) in enumerate(sampled)})
+
+    def before(self, seqs: Seq[Sequence], step: DraftStep, device: Device) -> Tensor:
+        """Those of the token before each newest one, [rows of the step, hidden]; zeros where the
+        step did not sample it.
+        """
+        keys = [(seq.seq_id, at - 1) for seq, at in zip(seqs, step.positions, strict=True)]
+        rows = [self.rows.get(key, len(self.hidden)) for key in keys]
+        zeros = self.hidden.new_zeros(1, self.hidden.shape[1])
+        return torch.cat((self.hidden, zeros))[device.tensor(rows, torch.int64)]
 
 
 @dataclass(eq=False)

@@ -111,7 +111,7 @@ class InputProcessor:
     ) -> Sequence:
         """The sequence of one completion. owner: that of the first one, which owns the prompt."""
         seq_id, params, config = self.next_id(), request.params, self._config
-        counts = config.num_guesses, config.num_drafts, config.num_mtp
+        counts = config.num_guesses, config.most_drafts, config.num_mtp
         can_go_back = counts != (0, 0, 0) or not self._model_config.recurrent_layers
         may_guess = can_go_back and not request.num_candidates
         guesses, drafts, mtp = counts if may_guess else (0, 0, 0)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext, KVCache, packed
 from nanoengine.devices.device import Device
-from nanoengine.engine.draft_vocabulary import DraftVocabulary, has_large_head
-from nanoengine.engine.drafter import Drafter, Drafts
+from nanoengine.engine.assistant_drafter import AssistantDrafter
+from nanoengine.engine.drafter import Drafts
+from nanoengine.engine.drafters import AnyDrafter, make_drafter
 from nanoengine.engine.logprobs import StepScores, TokenScorer
 from nanoengine.engine.mtp_drafter import MtpDrafter
 from nanoengine.engine.sampler import Sampler
@@ -62,7 +63,7 @@ class ModelRunner:
     sampler: Sampler
     scorer: TokenScorer
     device: Device
-    drafter: Drafter | MtpDrafter
+    drafter: AnyDrafter
 
     @property
     def mtp(self) -> MtpDrafter | None:
@@ -114,7 +115,10 @@ class ModelRunner:
                 self.mtp.guess(batch, ctx, hidden, nothing)
             scores = StepScores(prompts, None)
             return StepTokens(batch, nothing, nothing, scores, drafts, of_resting)
-        logits = self._logits(hidden, ctx, num_padding)
+        wanted = hidden if len(ctx.logit_rows) == len(hidden) else hidden[ctx.logit_rows]
+        if isinstance(self.drafter, AssistantDrafter):
+            self.drafter.see(batch, wanted)
+        logits = self._logits(wanted, hidden[len(hidden) - num_padding :])
         known = drafts.read(batch, self.device)
         rows = [
             (item.seq, item.start + item.num_tokens - num_after, item.guesses[:number])
@@ -131,15 +135,12 @@ class ModelRunner:
         scores = StepScores(prompts, self.scorer.score_sampled(seqs, logits, tokens))
         return StepTokens(batch, tokens, numbers, scores, drafts, of_resting)
 
-    def _logits(self, hidden: Tensor, ctx: ForwardContext, num_padding: int) -> Tensor:
-        """The logits of the rows that sample. The last `num_padding` rows are computed with them,
-        so that the number of rows does not depend on guesses.
+    def _logits(self, rows: Tensor, padding: Tensor) -> Tensor:
+        """The logits of the rows that sample. Those of `padding` are computed with them, so that
+        the number of rows does not depend on guesses.
         """
-        num_all, num_wanted = hidden.shape[0], ctx.logit_rows.shape[0]
-        rows = hidden if num_wanted == num_all else hidden[ctx.logit_rows]
-        if num_padding:
-            rows = torch.cat((rows, hidden[num_all - num_padding :]))
-        return self.model.logits(rows)[:num_wanted]
+        both = torch.cat((rows, padding)) if len(padding) else rows
+        return self.model.logits(both)[: len(rows)]
 
     def _context(
         self, batch: ScheduledBatch, step: OpenStep, before: StepTokens | None, drafts: Drafts
@@ -181,16 +182,8 @@ def _known_tokens(item: ScheduledSequence) -> list[int]:
 
 def make_runner(parts: Parts, kv: StepOpener, device: Device) -> ModelRunner:
     """The runner of an engine's parts over a KV cache."""
-    attention, decoder, head = parts.attention, parts.model.decoder, parts.model.decoder.mtp
+    decoder = parts.model.decoder
     sampler = Sampler(parts.ops, device.tensor)
-    drafter: Drafter | MtpDrafter
     scorer = TokenScorer(decoder.logits, parts.ops.likeliest, device)
-    if head is None:
-        num_runs = decoder.num_runs if has_large_head(parts.model.config) else 0
-        vocabulary = DraftVocabulary(num_runs, device)
-        drafter = Drafter(decoder, attention, sampler, vocabulary, device)
-    else:  # one layer and the output head
-        vocabulary = DraftVocabulary(head.num_runs, device)
-        own = Sampler(parts.ops, device.tensor)
-        drafter = MtpDrafter(head, attention, own, vocabulary, device)
-    return ModelRunner(decoder, attention, kv, sampler, scorer, device, drafter)
+    drafter = make_drafter(parts, sampler, device)
+    return ModelRunner(decoder, parts.attention, kv, sampler, scorer, device, drafter)

@@ -17,21 +17,11 @@ from torch import Tensor
 from nanoengine.context import AttentionBackend, ForwardContext
 from nanoengine.devices.device import Device
 from nanoengine.engine.draft_vocabulary import DraftVocabulary
-from nanoengine.engine.drafter import Drafts, draft_context, rows_of
+from nanoengine.engine.drafter import Drafts, SampledStates, draft_context, rows_of
 from nanoengine.engine.sampler import Sampler
 from nanoengine.kv.open_step import DraftStep
 from nanoengine.models.mtp import MtpHead
 from nanoengine.sequence import ScheduledBatch, Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """The head's hidden states of the rows that sample in a step, [rows, hidden]. rows: (seq_id,
-    position) -> index of the row.
-    """
-
-    hidden: Tensor
-    rows: dict[tuple[int, int], int]
 
 
 @dataclass(eq=False)
@@ -43,7 +33,7 @@ class MtpDrafter:
     sampler: Sampler
     vocabulary: DraftVocabulary
     device: Device
-    _made: _Made | None = None  # in the newest step
+    _made: SampledStates | None = None  # the head's, in the newest step
 
     def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
         """The drafts after the first guess of each item: as Drafter.draft."""
@@ -59,7 +49,9 @@ class MtpDrafter:
             if before is None:
                 runs = self.vocabulary.runs(seqs)
                 next_ids = [batch.items[item].guesses[-1] for item in step.items]
-                tokens, given = self.device.tensor(next_ids, torch.int64), self._known(seqs, step)
+                tokens = self.device.tensor(next_ids, torch.int64)
+                assert self._made is not None
+                given = self._made.before(seqs, step, self.device)
             else:
                 tokens = rows_of(step, before, tokens, self.device)
                 given = rows_of(step, before, given, self.device)
@@ -67,17 +59,6 @@ class MtpDrafter:
             tokens = self._draw(given, seqs, [at + 2 for at in step.positions], runs)
             yield step, tokens
             before = step
-
-    def _known(self, seqs: list[Sequence], step: DraftStep) -> Tensor:
-        """The head's hidden states of the token before each newest one, [rows, hidden]; zeros if
-        the newest step did not sample there.
-        """
-        known = self._made
-        assert known is not None
-        keys = [(seq.seq_id, at - 1) for seq, at in zip(seqs, step.positions, strict=True)]
-        rows = [known.rows.get(key, len(known.hidden)) for key in keys]
-        zeros = known.hidden.new_zeros(1, known.hidden.shape[1])
-        return torch.cat((known.hidden, zeros))[self.device.tensor(rows, torch.int64)]
 
     def _next(self, seqs: list[Sequence], step: DraftStep, tokens: Tensor, given: Tensor) -> Tensor:
         """Run a draft step; returns the head's hidden states, [rows, hidden]. tokens: the ones
@@ -117,7 +98,7 @@ class MtpDrafter:
         if sampled:
             following[ctx.logit_rows] = tokens.clamp(min=0)  # NO_TOKEN: of a request that fails
         made = self.head.after_model(ctx, following, hidden)[ctx.logit_rows]
-        self._made = _Made(made, {(s.seq_id, at): row for row, (s, at) in enumerate(sampled)})
+        self._made = SampledStates.of(made, sampled)
         if not any(map(_wants_guess, dict(sampled))):
             return tokens[:0]
         seqs, positions = zip(*sampled, strict=True)

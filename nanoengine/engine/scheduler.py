@@ -65,7 +65,7 @@ class Scheduler:
         # Rows that sample: memory is planned for so many logits.
         self._max_sampled = min(config.sampled_rows, self._max_tokens)
         self._pacer = LinkPacer(stream_blocks_per_step)
-        self.turns = DraftTurns(config, kv, takes_turns)
+        self.turns = DraftTurns(config, kv, takes_turns and not config.num_assisted)
         self._may_draft = False
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
         self.running: list[Sequence] = []
@@ -241,7 +241,8 @@ class Scheduler:
             return
         wanted = self._chunk(seq, step.tokens)
         most = min(step.tokens - wanted, step.guess_tokens, self._kv.free_tokens(seq) - 1)
-        drafts = self._may_draft and not self._pacer.is_limited and self.turns.can_draft([seq])
+        in_the_way = self._pacer.is_limited and not self._config.num_assisted
+        drafts = self._may_draft and not in_the_way and self.turns.can_draft([seq])
         guesses = guesses_for(seq, most, self._config.num_guesses, drafts)
         wanted += len(guesses)
         while (granted := self._kv.reserve(seq, wanted)) is None:

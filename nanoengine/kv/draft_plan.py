@@ -25,7 +25,8 @@ class DraftReads:
 
     index: of its item in the batch. start: position of its newest token. kept: full blocks before
     the one that holds this token, in logical order, others left out. tail: that block and those
-    after it.
+    after it. stands: every draft is an assistant's: it stands where this token does, sees the keys
+    before it, and writes none.
     """
 
     index: int
@@ -33,10 +34,16 @@ class DraftReads:
     num_drafts: int
     kept: tuple[int, ...]
     tail: tuple[int, ...]
+    stands: bool = False
+
+    def position(self, number: int) -> int:
+        """Where draft `number` stands."""
+        return self.start + (0 if self.stands else number)
 
     def num_keys(self, number: int, block_size: int) -> int:
         """Keys that draft `number` sees."""
-        return len(self.kept) * block_size + self.start % block_size + number + 1
+        before = len(self.kept) * block_size + self.start % block_size
+        return before + (0 if self.stands else number + 1)
 
     def write(self, row: int, number: int, block_size: int) -> SlotWrite:
         """Where draft `number` writes; it is row `row` of its step."""
@@ -58,7 +65,9 @@ def plan_draft(
 
     num_rows: as in StepPlan.
     """
-    writes = tuple(each.write(row, number, block_size) for row, each in enumerate(reads))
+    writes = tuple(
+        each.write(row, number, block_size) for row, each in enumerate(reads) if not each.stands
+    )
     return StepPlan(
         num_tokens=len(reads),
         num_rows=num_rows,

@@ -125,9 +125,15 @@ class HybridKVCacheManager:
         return self.is_streamed(seq) and all(block.ref_count == 1 for block in streamed)
 
     def may_draft(self, seq: Sequence) -> bool:
-        """Whether drafts may pay for this sequence: it streams, or has much KV on the device."""
+        """Whether drafts may pay for this sequence: it streams, or has much KV on the device, or an
+        assistant makes them.
+        """
         table, least = self.tables[seq.seq_id], self.spec.drafts_from
-        return self.is_streamed(seq) or (0 < least <= len(table.blocks) and not table.streamed)
+        return (
+            self.spec.drafts_stand
+            or self.is_streamed(seq)
+            or (0 < least <= len(table.blocks) and not table.streamed)
+        )
 
     def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None:
         """How many of the next `num_tokens` tokens this step can compute.

@@ -91,7 +91,7 @@ class OpenStep:
             StepKV.open(plan, self._memory),
             plan.num_rows or len(drafts),
             tuple(each.index for each in drafts),
-            tuple(each.start + number for each in drafts),
+            tuple(each.position(number) for each in drafts),
             tuple(each.num_keys(number, self._memory.block_size) for each in drafts),
         )
 

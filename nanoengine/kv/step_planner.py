@@ -151,9 +151,10 @@ class StepPlanner:
         loads. A sequence whose newest token lies in a shared block does not draft: the step would
         not overwrite what the draft wrote there.
         """
-        size = self._spec.block_size
+        size, stands = self._spec.block_size, self._spec.drafts_stand
         for index, (item, table) in enumerate(zip(batch.items, step, strict=True)):
-            if not item.num_drafts or item.start < table.num_shared_tokens:
+            overwrites = stands or item.start >= table.num_shared_tokens
+            if not item.num_drafts or not overwrites:
                 continue
             first, stop = item.start // size, -(-(item.start + item.num_tokens) // size)
             tail = table.blocks[first:stop]
@@ -163,12 +164,15 @@ class StepPlanner:
             there = (b.device_slot is not None and b not in placement.loads for b in before)
             heat = [b.heat if is_there else None for b, is_there in zip(before, there, strict=True)]
             # Half of the kept blocks are the most recent: enough for the widest window. The MTP
-            # head, which drafts after a guess, is a single layer: it reads all.
-            least = len(before) if item.guesses else 2 * self._spec.widest_blocks
+            # head, which drafts after a guess, and an assistant have few layers: they read all.
+            reads_all = stands or item.guesses
+            least = len(before) if reads_all else 2 * self._spec.widest_blocks
             kept = kept_blocks(heat, most_kept(heat, size, least))
             slots = tuple(device_slot(before[i]) for i in kept)
             tail_slots = tuple(map(device_slot, tail))
-            yield DraftReads(index, item.start, item.num_drafts, slots, tail_slots)
+            reads = DraftReads(index, item.start, item.num_drafts, slots, tail_slots, stands)
+            if reads.num_keys(0, size):
+                yield reads
 
     def _tails(self, batch: ScheduledBatch, resting: list[BlockTable]) -> Iterable[Block]:
         """The blocks that resting sequences draft into, without those that would need a load."""

@@ -42,6 +42,7 @@ from nanoengine.text.checked_json import MAX_REASON, has_file, read_json
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODE_DTYPES = {"U8": torch.uint8}
+INTEGER_DTYPES = ("I64", "I32")
 PACKED_DTYPES = {"U8": torch.bfloat16}  # of MXFP4, and what it becomes
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Heads that guess further tokens; the model does not need them (mtp_names.py says who does).
@@ -276,6 +277,18 @@ class CheckpointReader:
         """As `tensor`, and codes as the numbers that they stand for, in this dtype."""
         is_coded = bool(self.code_format(name))
         return numbers_of(self.weight(name, dtype)) if is_coded else self.tensor(name)
+
+    def integers(self, name: str) -> torch.Tensor:
+        """A tensor of integers, int64. Raises UnsupportedModelError for another one."""
+        stored = self._parts[name].stored
+        dtype = str(self._slice(stored).get_dtype())
+        if dtype not in INTEGER_DTYPES:
+            raise UnsupportedModelError(
+                f"{self.folder / self._file_of[stored]}: tensor {name!r} is {dtype}; "
+                f"supported: {', '.join(INTEGER_DTYPES)}"
+            )
+        self._steady[self._file_of[stored]].check()
+        return self._whole(stored).to(torch.int64, copy=True)
 
     def growth(self, num_bytes: int) -> str:
         """For the plan, by how much weights grow as they are read; "" if they do not. num_bytes: of

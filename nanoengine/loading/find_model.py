@@ -7,6 +7,8 @@ import json
 import logging
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,12 +54,20 @@ def resolve_model(name: str | Path, keeps_codes: bool = False) -> Path:
 
 
 def read_config_of(name: str | Path) -> ModelConfig:
-    """The shape of a model from its config.json or the metadata of its GGUF: reads no weights,
-    converts nothing, downloads config.json alone. Raises ModelLoadError.
+    """The shape of a model, see `config_folder`. Raises ModelLoadError."""
+    with config_folder(name) as folder:
+        return read_model_config(folder)
+
+
+@contextmanager
+def config_folder(name: str | Path) -> Iterator[Path]:
+    """A folder with the config.json of a model, made of the metadata if it is a GGUF: reads no
+    weights, converts nothing, downloads config.json alone. Raises ModelLoadError.
     """
     path = _given_path(name)
     if path.is_dir():
-        return read_model_config(path)
+        yield path
+        return
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         gguf = gguf_of(name)
@@ -67,7 +77,7 @@ def read_config_of(name: str | Path) -> ModelConfig:
             folder = fetch_config(str(name), folder)
         else:
             _raise_not_found(str(name))
-        return read_model_config(folder)
+        yield folder
 
 
 def gguf_of(name: str | Path) -> Path | None:

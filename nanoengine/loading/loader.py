@@ -36,6 +36,7 @@ from nanoengine.loading.short_convs import short_conv_parts
 from nanoengine.loading.wrappers import about_others, text_config
 from nanoengine.models.activations import XIELU_SHAPES
 from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.models.assistant import Assistant
 from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.latent import held_share
 from nanoengine.models.layer_ops import LayerOps
@@ -54,7 +55,7 @@ class LoadedModel:
     """A decoder in memory. `source` describes its weights for the plan.
 
     config: of the model. part: of this process's part of it, see Shard. weight_bytes: that it
-    holds. codes: how many of its tensors are codes, by format.
+    holds. codes: how many of its tensors are codes, by format. assistant: that guesses for it.
     """
 
     config: ModelConfig
@@ -63,6 +64,7 @@ class LoadedModel:
     source: str
     weight_bytes: int
     codes: Mapping[str, int] = field(default_factory=dict)
+    assistant: Assistant | None = None
 
 
 def load_model(

@@ -80,8 +80,15 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     Raises ModelNotFoundError without a config.json, CorruptModelError for an unreadable one or
     impossible numbers, UnsupportedModelError for an unknown architecture or setting.
     """
-    content = _config_json(folder)
-    name, wrapper = _architecture(content)
+    content = config_json(folder)
+    return config_of(content, *_architecture(content), max_model_len)
+
+
+def config_of(
+    content: CheckedJson, name: str, wrapper: str, max_model_len: int | None
+) -> ModelConfig:
+    """As read_model_config, of a config.json of this architecture. wrapper: as in ModelConfig."""
+    folder = content.path.parent
     architecture, reads = ARCHITECTURES[name], ARCHITECTURES[name].reads
     _complete(content, architecture)
     codes = _codes(content, architecture)
@@ -189,7 +196,8 @@ def _factor(content: CheckedJson, reads: Collection[str], name: str) -> float:
     return checked_factor(content, name, content.get(name)) if name in reads else 1.0
 
 
-def _config_json(folder: Path) -> CheckedJson:
+def config_json(folder: Path) -> CheckedJson:
+    """The config.json of a folder. Raises ModelNotFoundError."""
     path = folder / "config.json"
     if has_file(path):
         return CheckedJson(path)

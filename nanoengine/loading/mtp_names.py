@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, WeightMismatchError
+from nanoengine.loading.assistant import ASSISTED
 from nanoengine.loading.checkpoint import CheckpointReader, Part
 from nanoengine.models.architecture import MTP_JOIN, MTP_NORMS
 from nanoengine.models.architectures import ARCHITECTURES
@@ -21,16 +22,18 @@ _QWEN = {
     "mtp.norm.": MTP_NORMS[2],
 }
 _QWEN_LAYER = "mtp.layers.0."
+HELPER = "give its assistant as draft_model, such as google/gemma-4-E4B-it-assistant"
 INSTEAD = 'take speculative="ngram:4", which looks up what repeats, or leave it out'
 
 
 def with_mtp(model: ModelConfig) -> ModelConfig:
     """The model with its head. Raises ConfigError if its architecture has none."""
     if not ARCHITECTURES[model.architecture].mtp:
+        instead = HELPER if model.architecture in ASSISTED else INSTEAD
         having = sorted(name for name, each in ARCHITECTURES.items() if each.mtp)
         raise ConfigError(
             f'speculative="mtp:K" guesses by an MTP head, and {model.architecture} has '
-            f"none ({', '.join(having)} have one); {INSTEAD}"
+            f"none ({', '.join(having)} have one); {instead}"
         )
     return replace(model, has_mtp=True)
 

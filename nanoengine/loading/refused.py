@@ -41,6 +41,11 @@ ARCHITECTURES_REFUSED = (
         "run it with transformers",
     ),
     Refusal(
+        r"^Gemma4\w*Assistant",
+        "an assistant, which guesses tokens for a Gemma 4",
+        "load that model, and give this one as draft_model",
+    ),
+    Refusal(
         r"ForConditionalGeneration|VL|Vision|Llava|Omni|Audio|Multimodal|Phi4MM|^clip",
         "a model for images, audio or video beside text, and only text models are supported",
         "take a text model such as Qwen/Qwen3-4B or google/gemma-3-1b-it, or run this one with "

@@ -21,7 +21,7 @@ from nanoengine.models.layer_builder import LayerBuilder, LayerParts, rotations
 from nanoengine.models.layer_ops import AfterAttention, LayerOps
 from nanoengine.models.layers import AnyAttention, LayerEnd, MixerBeside, StoredOnly
 from nanoengine.models.mtp import MtpHead, MtpLayer
-from nanoengine.models.products import NormedProduct, Product, head_logits, num_runs
+from nanoengine.models.products import Ends, NormedProduct, Product, head_logits, num_runs
 from nanoengine.models.recurrent_builder import TensorSource
 from nanoengine.models.rope import Angles, Rotary
 
@@ -62,6 +62,11 @@ class Model(Protocol):
         """The head for multi-token prediction; None: there is none, or nobody asks for it."""
         ...
 
+    @property
+    def ends(self) -> Ends:
+        """What an assistant takes of the model."""
+        ...
+
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Residual stream after the last layer, [tokens, hidden], or of ctx.last_rows alone.
 
@@ -97,7 +102,8 @@ class Decoder:
         dtype; matrices may be codes if `ops` takes these.
         """
         builder = LayerBuilder(config, source, ops, device)
-        self._embed, self._head, last_norm = builder.ends()
+        embed, self._head, norm = builder.ends()
+        self.ends = Ends(embed, lambda x: ops.rms_norm(x, norm))
         self._inputs = builder.layer_inputs()
         parts = [builder.layer(index) for index in range(config.num_layers)]
         self._first_qkv, *next_qkvs = (*(part.qkv for part in parts), None)
@@ -114,11 +120,11 @@ class Decoder:
         self._ops = ops
         self._is_amid_a_pass = False
         self.mtp: MtpLayer | None = None
-        if last_norm is not None:
-            ends = self._embed, last_norm, self._head
+        if config.has_mtp:
+            ends = embed, norm, self._head
             rotary = Rotary([config.rope], config.head_dim, device)
             self.mtp = MtpLayer(ops, builder.mtp(), ends, rotary)
-            self._head = NormedProduct(ops.rms_norm, last_norm, self._head)
+            self._head = NormedProduct(ops.rms_norm, norm, self._head)
 
     @staticmethod
     def _layer(ops: LayerOps, part: LayerParts, next_qkv: Product | None, rope: int) -> _Layer:
@@ -138,7 +144,7 @@ class Decoder:
 
     def layers(self, ctx: ForwardContext) -> Generator[Tensor]:
         """A step that is replayed is one layer."""
-        x = self._embed(ctx.token_ids)
+        x = self.ends.embed(ctx.token_ids)
         inputs = () if self._inputs is None else (self._inputs(ctx.token_ids, x),)
         angles = [rotary.angles(ctx.positions) for rotary in self._rotaries]
         # Steps other than decodes are hardly ever alike; a replay would report no mass.
@@ -183,6 +189,13 @@ class Decoder:
             if layer.end is not None:
                 qkv = layer.end(x, given)
             yield x
+
+    def run(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        """The residual stream after the last layer, of what comes into the first, [tokens, hidden],
+        which may be overwritten. It is not replayed.
+        """
+        angles = [rotary.angles(ctx.positions) for rotary in self._rotaries]
+        return last(self._run_layers(x, angles, (), ctx))
 
     def _last_rows(
         self,

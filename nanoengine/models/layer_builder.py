@@ -99,14 +99,15 @@ class LayerBuilder:
         self._source = source
         self._norms = Norms(config, source, device)
 
-    def ends(self) -> tuple[Embed, Product, Norm | None]:
-        """Token ids -> embeddings, and residual stream -> logits; and the last norm, where the
-        latter is without it, as the head for multi-token prediction has another one.
+    def ends(self) -> tuple[Embed, Product, Norm]:
+        """Token ids -> embeddings, and residual stream -> logits; and the last norm, which the
+        latter is without where others see what it gives, or give the output head something else:
+        of an assistant, and of a model with a head for multi-token prediction.
         """
         architecture = self._architecture
         last = self._norms.last()
         weight = self._source("model.embed_tokens.weight")
-        apart, norm = (last, None) if self._config.has_mtp else (None, last)
+        norm = None if self._config.has_mtp or self._config.given_kv else last
         embed: Embed
         fused, normed = self._fused(norm)
         if self._config.tie_word_embeddings:
@@ -116,11 +117,11 @@ class LayerBuilder:
             head = self._ops.head(self._source("lm_head.weight"), fused)
         head = normed(head)
         factor = self._config.factors.embeddings / self._config.factors.summands
-        if architecture.scales_embeddings:
+        if architecture.scales_embeddings and not self._config.given_kv:
             factor = _root(self._config.hidden_size, weight.dtype)
         if architecture.norms_embeddings:
             embed = self._normed_embedding(embed)
-        return embed if factor == 1 else _scaled(embed, factor), head, apart
+        return embed if factor == 1 else _scaled(embed, factor), head, last
 
     def _normed_embedding(self, embed: Embed) -> Embed:
         norm, ops = self._norms.unit(self._config.hidden_size), self._ops
@@ -192,7 +193,8 @@ class LayerBuilder:
         among = config.attention_layers.index(index)
         if shape.source != index:
             norm = self._norms.of_head(prefix + "q_norm", self._head_order(index))
-            shared = SharedKVAttention(self._ops, among, shape.num_heads, norm)
+            read = config.given_kv[index] if config.given_kv else among
+            shared = SharedKVAttention(self._ops, read, shape.num_heads, norm)
             return self._qkv(index, prefix, "q"), shared, out
         sinks = self._numbers_if(architecture.sinks, prefix + "sinks")
         attention = Attention(

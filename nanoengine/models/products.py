@@ -47,6 +47,16 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class Ends:
+    """embed: token ids -> embeddings, as the first layer gets them. normed: what the last layer
+    gives -> what the output head sees.
+    """
+
+    embed: Embed
+    normed: Product
+
+
+@dataclass(frozen=True, slots=True)
 class Tiles:
     """The order of heads in a weight's inputs: so many tiles, each with one head of every group.
 

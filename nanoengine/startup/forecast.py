@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from nanoengine.config.engine import GIB, EngineConfig, in_gib
-from nanoengine.config.model import ModelConfig
+from nanoengine.config.model import AssistantConfig, ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.loading.mtp_names import with_mtp
 from nanoengine.loading.stored_weights import StoredWeights, said_weights
+from nanoengine.models.assistant import num_weights
 from nanoengine.models.experts import ON_A_GPU
 from nanoengine.models.make_codes import EMBEDDINGS
 from nanoengine.models.shard import WHOLE, Shard
@@ -148,10 +149,11 @@ class Forecaster:
         model: ModelConfig,
         hardware: Hardware,
         stored: StoredWeights | None = None,
+        assistant: AssistantConfig | None = None,
     ) -> None:
         """config: the settings that the user gave, which are planned with. stored: the model's
-        files; None: they are as its config.json says. Raises ConfigError for settings that the
-        device does not take.
+        files; None: they are as its config.json says. assistant: of `draft_model`.
+        Raises ConfigError for settings that the device does not take.
         """
         if not hardware.gpu_bytes:  # a CPU's KV needs no second tier
             config = replace(
@@ -174,8 +176,12 @@ class Forecaster:
         self._shards[0].check(model)
         self._part = self._shards[0].config(model)
         self._form = form = self._weight_form()
-        self._whole = weight_bytes(model, WHOLE, form)
-        self._weights = [weight_bytes(model, shard, form) for shard in self._shards]
+        self._assistant = assistant
+        beside = 0 if assistant is None else dtype.itemsize * num_weights(assistant)
+        self._whole, *self._weights = (
+            replace(each, held=each.held + beside)
+            for each in (weight_bytes(model, shard, form) for shard in (WHOLE, *self._shards))
+        )
         held = [each.held for each in self._weights]
         # On the fullest GPU, or of all ranks in the RAM that they share.
         self._weight_bytes = max(held) if hardware.gpu_bytes else sum(held)
@@ -236,6 +242,9 @@ class Forecaster:
             return made
         return replace(made, refusal=self._refusal(wanted, longest.plan))
 
+    def _with(self, config: EngineConfig) -> Forecaster:
+        return Forecaster(config, self._model, self._hardware, self._stored, self._assistant)
+
     def _given_memory(self) -> list[str]:
         """The settings of KV's memory that were given."""
         names = ("kv_cache_gib", "num_gpu_blocks", "kv_offload_gib")
@@ -272,7 +281,7 @@ class Forecaster:
         for method in ("gguf", "int8") if self._stored.is_gguf else ("int8",):
             config = replace(self._config, quantization=method)
             try:
-                other = Forecaster(config, self._model, self._hardware, self._stored)
+                other = self._with(config)
                 tokens = other._longest().plan.max_model_len
             except (ConfigError, OutOfMemoryError):
                 continue
@@ -353,7 +362,7 @@ class Forecaster:
         text += f"it fits with --ram-gib {math.ceil(gib)}"
         if self._hardware.gpu_bytes and self._config.kv_offload_dtype is None:
             config = replace(self._config, enable_cpu_offload=True, kv_offload_dtype="int8")
-            halved = Forecaster(config, self._model, self._hardware, self._stored)
+            halved = self._with(config)
             if halved._longest().plan.max_model_len >= context:
                 text += ", or with --enable-cpu-offload --kv-offload-dtype int8 (lossy)"
         return text

@@ -152,6 +152,7 @@ def _kv_spec(
         num_states=config.max_num_seqs if model.recurrent else 0,
         keeps_states=model.recurrent is not None and config.num_guesses + config.num_mtp > 0,
         sources=tuple(own.index(model.shape(layer).source) for layer in model.attention_layers),
+        drafts_stand=config.num_assisted > 0,
     )
     spec = _with_states(spec, device.memory()[0] - activations)
     if streams(config, device.name):

@@ -37,6 +37,7 @@ from nanoengine.kernels.cpu_ops import CpuOps, PackedOps
 from nanoengine.kernels.cuda_graph import CudaGraphs, graph_size
 from nanoengine.kernels.packed_weight import INTEGER_FORMATS
 from nanoengine.kv.step_planner import StepPadding
+from nanoengine.loading.assistant import load_assistant
 from nanoengine.loading.find_model import find_model, is_dequantised, is_gguf
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, code_formats, load_model
@@ -166,6 +167,8 @@ def load_compute_parts(
     ops = _code_ops(config, device, formats, kernels or no_kernels, dtype)
     ops = ops or choose_ops(config, device, kernels, dtype)
     model = load_model(folder, config, device.torch_device, dtype, ops, sharding)
+    if config.num_assisted:
+        model = _with_assistant(model, config, device, dtype, ops)
     if method in ("int8", "gguf") and not model.codes:
         raise no_codes(method)
     if config.activation_dtype and not INTEGER_FORMATS.intersection(model.codes):
@@ -202,6 +205,15 @@ def load_compute_parts(
         in_c=kernels is not None,
     )
     return ComputeParts(folder, model, ops, attention, facts)
+
+
+def _with_assistant(
+    model: LoadedModel, config: EngineConfig, device: Device, dtype: torch.dtype, ops: LayerOps
+) -> LoadedModel:
+    folder = find_model(str(config.draft_model), "auto")
+    ends, on = model.decoder.ends, device.torch_device
+    assistant, num_bytes = load_assistant(folder, model.config, ends, on, dtype, ops)
+    return replace(model, assistant=assistant, weight_bytes=model.weight_bytes + num_bytes)
 
 
 def describe_codes(codes: Mapping[str, int], dtype: torch.dtype, config: EngineConfig) -> str:

@@ -222,6 +222,8 @@ def describe_guesses(config: EngineConfig, spec: KVSpec) -> str:
         )
     if config.num_mtp:
         kinds.append(f"up to {config.num_mtp} by the MTP head, where they pay")
+    if config.num_assisted:
+        kinds.append(f"up to {config.num_assisted} by {config.draft_model}, where they pay")
     off = "" if config.asks_for_guesses or not kinds else ' (speculative="off" for none)'
     return "; ".join(kinds) + off
 

@@ -83,11 +83,12 @@ changed: enforce_eager, which is the opposite
 changed: enable_prefix_caching, which is the opposite
   SGLang: disable_radix_cache
 changed: speculative, as in speculative="ngram:4"
-  vLLM: speculative_config spec_method spec_model spec_tokens num_lookahead_slots speculative_model
+  vLLM: speculative_config spec_method spec_tokens num_lookahead_slots
     num_speculative_tokens ngram_prompt_lookup_max  FastDeploy: speculative_config
   LMDeploy: num_speculative_tokens
   SGLang: speculative_algorithm speculative_num_steps speculative_num_draft_tokens
-  llama.cpp: draft_model
+changed: draft_model, the assistant of a Gemma 4; other draft models are not supported
+  vLLM: spec_model speculative_model  SGLang: speculative_draft_model_path
 changed: quantization="int8"
   transformers: load_in_8bit
 missing: take a checkpoint in 4 bits (GGUF, AWQ or GPTQ); quantization="int8" makes 8 bits of others
@@ -394,7 +395,9 @@ changed unless (False,): logprobs, of the likeliest tokens
 changed unless (False,): prompt_logprobs, of the whole prompt
   vLLM: prompt_logprob_token_ids prompt_logprob_start  LMDeploy: return_ppl  OpenAI: echo
 changed: speculative of the engine, as in LLM(model, speculative="ngram:4")
-  transformers: prompt_lookup_num_tokens assistant_model num_assistant_tokens
+  transformers: prompt_lookup_num_tokens num_assistant_tokens
+changed: draft_model of the engine, the assistant of a Gemma 4
+  transformers: assistant_model
 changed: a prompt's own cache_salt, as in {"prompt": text, "cache_salt": "a"}
   vLLM: skip_reading_prefix_cache  llama.cpp: cache_prompt
 missing unless (True,): temperature=0 takes the likeliest token, and temperature above 0 samples

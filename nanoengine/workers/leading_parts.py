@@ -45,6 +45,7 @@ class LeadingDecoder:
     def __init__(self, decoder: Model, leader: Leader) -> None:
         self._decoder = decoder
         self._leader = leader
+        self.ends = decoder.ends
         self.mtp = LeadingHead(decoder.mtp, leader) if decoder.mtp else None
 
     def forward(self, ctx: ForwardContext) -> Tensor:

@@ -54,6 +54,7 @@ ENDS: dict[str, tuple[list[Any], list[Any]]] = {
     "device": (["auto", "cpu", "cuda", "cuda:7", "xpu", "npu:1"], ["mps", "xpu:", "npu:01"]),
     "gpu_memory_utilization": ([0.001, 1], [0, 1.001]),
     "speculative": (["ngram:1", "ngram:64"], ["ngram:0", "ngram:65"]),
+    "draft_model": (["folder"], [5]),
     "debug_copy_delay_ms": ([0, 1000], [-1, 1000.5]),
 }
 
