@@ -165,7 +165,8 @@ class ChatParsers:
         if row is not None and layout == "recipients":
             readers.append(RecipientParser(row.is_open_after(prompt)))
         elif row is not None:
-            readers.append(ReasoningParser(row, row.is_open_after(prompt), marks, make_calls))
+            begun = row.is_open_after(prompt), row.has_content_after(prompt)
+            readers.append(ReasoningParser(row, *begun, marks, make_calls))
         if make_calls is not None:
             readers.append(make_calls())
         return AnswerParser(readers, most)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, shown, warn_user
+from nanoengine.text.call_ids import SIGN, with_names_in_ids
 from nanoengine.text.checked_json import object_in
 from nanoengine.text.template_process import TemplateProcess
 
@@ -59,7 +60,10 @@ class ChatTemplate:
         given = {"tools": None, "documents": None, **special_tokens, **variables}
         given["add_generation_prompt"] = add_generation_prompt
         plain = {name: _plain(value, name) for name, value in given.items()}
-        plain["messages"], *others = _message_forms(messages)
+        forms = _message_forms(messages)
+        if SIGN in self.source:
+            forms = [*map(with_names_in_ids, forms)]
+        plain["messages"], *others = forms
         self._warn_of_unknown_names(plain)
         try:
             return self._process.render(self.source, plain)

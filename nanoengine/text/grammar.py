@@ -17,7 +17,7 @@ from nanoengine.errors import InvalidParamsError, RequestError
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoengine.text import template_worker
 from nanoengine.text.reasoning import ReasoningSyntax, reasoning_in
-from nanoengine.text.schema_formats import without_other_formats
+from nanoengine.text.schema_formats import readable
 from nanoengine.text.template_process import WorkerProcess
 from nanoengine.text.thinking import ThinkingMarks, ThinkingState, begins_open
 from nanoengine.text.tokenizer import Tokenizer
@@ -108,8 +108,8 @@ class Grammars:
 
         kind, text = source
         try:
-            if kind == "json" and '"format"' in text:
-                text = json.dumps(without_other_formats(json.loads(text)), ensure_ascii=False)
+            if kind == "json" and ('"format"' in text or '"pattern' in text):
+                text = json.dumps(readable(json.loads(text)), ensure_ascii=False)
             grammar = self._tried(kind, text)
             limits = LLParserLimits(verbose_errors=False, **LIMITS)
             compiled = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)

@@ -1,8 +1,9 @@
 """Splits the thoughts of a model from its answer: a row for each family, with vLLM's names.
 
-Sources: the chat templates of Qwen 3, DeepSeek-R1, GLM 4.5, Gemma 4, Magistral, Command R7B and
-Apertus, and vLLM's and SGLang's parsers for Command A+ and Muse Glimmer. gpt-oss has channels,
-which tool_parser.py reads, Muse Glimmer messages to recipients, which recipients.py reads.
+Sources: the chat templates of Qwen 3, DeepSeek-R1, GLM 4.5, Gemma 4, Magistral, Command R7B,
+Apertus and Hunyuan, and vLLM's and SGLang's parsers for ERNIE 4.5, Command A+ and Muse Glimmer.
+gpt-oss has channels, which tool_parser.py reads, Muse Glimmer messages to recipients, which
+recipients.py reads.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ class ReasoningSyntax:
     @property
     def marks(self) -> set[str]:
         """All that is part of neither thoughts nor content."""
-        return {self.begin, self.end, *(self.around or ())}
+        return {self.begin, self.end, *(mark.strip() for mark in self.around or ())}
 
     def is_open_after(self, prompt: str) -> bool:
         """Whether a prompt ends with what thoughts begin with: the answer goes on with them."""
         return prompt[-64:].rstrip().endswith(self.begin)
+
+    def has_content_after(self, prompt: str) -> bool:
+        """Whether a prompt ends with what content begins with."""
+        return self.around is not None and prompt[-64:].rstrip().endswith(self.around[0].rstrip())
 
     def is_of(self, template: str) -> bool:
         """Whether the model of a chat template thinks so."""
@@ -73,6 +78,20 @@ REASONING_SYNTAXES = (
         "<|START_THINKING|>",
         "<|END_THINKING|>",
         around=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    ReasoningSyntax(
+        "hunyuan_a13b",
+        "<think>",
+        "</think>",
+        around=("<answer>\n", "\n</answer>"),
+        sign="<answer>",
+    ),
+    ReasoningSyntax(
+        "ernie45",
+        "<think>",
+        "</think>",
+        around=("<response>\n", "\n</response>"),
+        sign="<response>",
     ),
     ReasoningSyntax("deepseek_r1", "<think>", "</think>"),
 )
@@ -164,14 +183,15 @@ class ReasoningParser(PieceReader):
         self,
         syntax: ReasoningSyntax,
         is_open: bool,
+        has_content: bool = False,
         marks: tuple[str, ...] = (),
         calls: Callable[[], PieceReader] | None = None,
     ) -> None:
-        """is_open: whether the prompt has begun the thoughts. marks: what calls of tools begin
-        with. calls: makes a reader of them.
+        """is_open: whether the prompt has begun the thoughts; has_content: the content. marks: what
+        calls of tools begin with. calls: makes a reader of them.
         """
         self._syntax = syntax
-        self._is_open = is_open
+        self._is_open, self._has_content = is_open, has_content
         self._marks = marks
         self._calls = calls
         super().__init__()
@@ -182,8 +202,10 @@ class ReasoningParser(PieceReader):
             yield from self.skip_spaces("\n")
             yield from self._thoughts()
             yield from self.skip_spaces("\n")
-        if self._syntax.around is not None and (yield from self.skip(self._syntax.around[0])):
-            yield from self.until(self._syntax.around[1:], Kind.CONTENT)
+        around = self._syntax.around
+        if around and (self._has_content or (yield from self.skip(around[0]))):
+            yield from self.until(around[1:], Kind.CONTENT)
+            yield from self.skip_spaces("\n")
         yield from self.until((), Kind.CONTENT)
 
     def _thoughts(self) -> Steps[None]:

@@ -1,4 +1,6 @@
-"""The formats of texts in a JSON schema: which of them say something."""
+"""A JSON schema as llguidance is to read it: the formats of its texts that say something, and its
+patterns.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ VALUES = ("const", "default", "enum", "examples")  # keys whose values are no sc
 NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 
 
-def without_other_formats(schema: Any) -> Any:
+def readable(schema: Any) -> Any:
     """A schema without the formats that JSON Schema does not define, as "password", which are notes
-    to readers, by its section 7.2.3. llguidance would refuse them.
+    to readers, by its section 7.2.3: llguidance would refuse them. Its patterns are as in `sound`.
     """
     if isinstance(schema, list):
-        return [without_other_formats(each) for each in schema]
+        return [readable(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     made = {}
@@ -29,7 +31,36 @@ def without_other_formats(schema: Any) -> Any:
         if key in VALUES:
             made[key] = value
         elif key in NAMED and isinstance(value, dict):
-            made[key] = {name: without_other_formats(each) for name, each in value.items()}
+            are_patterns = key == "patternProperties"
+            made[key] = {
+                sound(name) if are_patterns else name: readable(each)
+                for name, each in value.items()
+            }
+        elif key == "pattern" and isinstance(value, str):
+            made[key] = sound(value)
         elif key != "format" or not isinstance(value, str) or value in FORMATS:
-            made[key] = without_other_formats(value)
+            made[key] = readable(value)
     return made
+
+
+def sound(pattern: str) -> str:
+    """A regular expression whose negated classes leave out U+001F, too. In one that has all control
+    characters llguidance 1.9 allows quotes and backslashes, whether they are in it or not.
+    """
+    made, at, in_class = [], 0, False
+    while at < len(pattern):
+        length = 2 if pattern[at] == "\\" else 1
+        part = pattern[at : at + length]
+        if not in_class and pattern.startswith("[^", at):
+            part, length, in_class = "[^\\x1f", 2, True
+            if pattern.startswith("]", at + 2):  # the first one is a character
+                part, length = f"{part}\\]", 3
+        elif part == "[" and not in_class:
+            in_class = True
+            if pattern.startswith("]", at + 1):
+                part, length = "[]", 2
+        elif part == "]":
+            in_class = False
+        made.append(part)
+        at += length
+    return "".join(made)

@@ -33,6 +33,7 @@ RENDER, COMPILE, READY, TEXT = b"?", b"g", b"+", b"t"
 BROKEN, REFUSED, NO_MEMORY, TOO_LONG = b"b", b"r", b"m", b"l"
 
 # Tokens that a grammar names by their ids, and one that a vocabulary of bytes has, too.
+CHARACTER = re.compile(r"\\\\|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")  # of llama.cpp's grammars
 TOKEN_IDS, ANY_TOKEN = re.compile(r"<\[[0-9,-]+\]>"), "<[0]>"
 # What alone may come next, llguidance gives as the tokens of that text, special ones among them,
 # which the same grammar then refuses.
@@ -171,8 +172,15 @@ def _grammar_text(matcher: Any, kind: str, text: str, whitespace: str) -> str:
     elif "::=" in text:
         from llguidance.gbnf_to_lark import any_to_lark
 
-        text = any_to_lark(text)
+        text = any_to_lark(CHARACTER.sub(_character, text))
     return str(matcher.grammar_from_lark(text))
+
+
+def _character(found: re.Match[str]) -> str:
+    """What an escape in a grammar stands for, beyond ASCII; others stay as they are."""
+    code = int(found[1] or found[2] or "0", 16)
+    is_whole = 0x80 <= code < 0xD800 or 0xDFFF < code < 0x110000
+    return chr(code) if is_whole else found[0]
 
 
 def _unforced(kind: str, grammar: str) -> str:

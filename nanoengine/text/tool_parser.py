@@ -134,7 +134,7 @@ class ToolParser(PieceReader):
                     return False
                 yield from self._begin(head[1], head.end())
                 yield from self._json(JsonEnd(), is_given_out=True)
-                yield from self._json(JsonEnd(depth=1), is_given_out=False)
+                yield from self._close()
                 self._num_calls += 1
                 return True
             if NO_CALL.match(self.left, at):
@@ -145,6 +145,16 @@ class ToolParser(PieceReader):
             if self.has_ended:
                 return False
             yield None
+
+    def _close(self) -> Steps[None]:
+        """Take what an object has after its arguments: other keys, and the brace, which models
+        leave out now and then.
+        """
+        if (yield from self.skip("}")):
+            return
+        comma = yield from self.past(0, ",")
+        if comma is not None and (yield from self.past(comma, '"')) is not None:
+            yield from self._json(JsonEnd(depth=1), is_given_out=False)
 
     def _whole(self, at: int, end: int) -> Steps[bool]:
         call = object_in(self.left[at:end]) or {}
@@ -201,7 +211,6 @@ class ToolParser(PieceReader):
         number = self._num_calls
         self._num_calls += 1
         root = self._schemas[name]
-        properties = root.get("properties")
         before = "{"
         key_end = re.compile(re.escape(body.key_end))
         while (yield from self.skip(body.key)):
@@ -212,8 +221,7 @@ class ToolParser(PieceReader):
                 return True
             if body.trims:
                 value = value.removeprefix("\n").removesuffix("\n")
-            schema = properties.get(key) if isinstance(properties, Mapping) else None
-            made = f"{before}{_json(key)}: {_json(argument_of(value, schema, root))}"
+            made = f"{before}{_json(key)}: {_json(argument_of(value, key, root))}"
             yield Piece(Kind.ARGUMENTS, made, number)
             before = ", "
         closed = yield from self._skip_all(body.after)

@@ -144,6 +144,27 @@ COHERE_ID = r'tool_call_id"\s?:\s?"[^"\\]{0,16}"\s?,\s?"'
 KIMI_END = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
 
 
+HUNYUAN_END = ("</tool_call>", "</tool_calls>")
+# The template of the publisher, and that of vLLM, which asks for a list.
+HUNYUAN = ToolSyntax(
+    "hunyuan_a13b",
+    ("<tool_calls>", "<tool_call>function_name"),
+    marks=("<tool_calls>", "<tool_call>"),
+    bodies=(
+        Objects("[", ",", ("]", "</tool_calls>")),
+        Named(
+            rf"{SPACES}(?:<tool_call>)?{NAME}{SPACES}```json{SPACES}(?={{)", ("```", *HUNYUAN_END)
+        ),
+    ),
+    frame=Frame(
+        *("<tool_call>", "\n```json\n", "\n```</tool_call>"),
+        before="<tool_calls>",
+        between="\n",
+        after="</tool_calls>",
+    ),
+)
+
+
 def list_between(name: str, begin: str, end: str) -> ToolSyntax:
     """Of a model whose calls are a list of objects between two marks."""
     return ToolSyntax(
@@ -249,6 +270,7 @@ TOOL_SYNTAXES = (
             ),
         ),
     ),
+    HUNYUAN,
     ToolSyntax(
         "hermes",
         ("<tool_call>",),
@@ -353,7 +375,7 @@ TOOL_SYNTAXES = (
         ),
         frame=Frame('{"', '": ', "}", "<|tools_prefix|>[", ", ", "]<|tools_suffix|>"),
     ),
-    list_between("hunyuan_a13b", "<tool_calls>", "</tool_calls>"),
+    replace(HUNYUAN, signs=("<tool_calls>",), frame=listed("<tool_calls>", "</tool_calls>")),
     list_between("nemotron_v2", "<TOOLCALL>", "</TOOLCALL>"),
     ToolSyntax(
         "olmo3",

@@ -12,7 +12,7 @@ from typing import Any
 
 from nanoengine.errors import InvalidParamsError, shown
 from nanoengine.sampling_params import StructuredOutputsParams
-from nanoengine.text.schema_formats import without_other_formats
+from nanoengine.text.schema_formats import readable
 from nanoengine.text.tool_syntax import MAX_NAME, Frame, head_of
 
 MAX_TOOLS = 128
@@ -261,4 +261,4 @@ def _guided(schema: object) -> dict[str, Any]:
     """A schema as a grammar holds it. Raises TypeError if it is no object."""
     if not isinstance(schema, dict):
         raise TypeError(f"a JSON schema must be an object here, got {shown(schema)}")
-    return {**without_other_formats(schema), "x-guidance": GUIDANCE}
+    return {**readable(schema), "x-guidance": GUIDANCE}

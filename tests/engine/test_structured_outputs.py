@@ -159,6 +159,49 @@ def test_formats_that_json_schema_does_not_define_are_notes(llm: LLM) -> None:
         assert len(ids) == len(text) and len(grammars.state_of(form).masks(ids)) - 1 == num_fit
 
 
+NAMES = r'^[^\\/:*?"<>|]+$'
+CLASSES: list[tuple[str, str, bool]] = [
+    ('^[^"]*$', 'a"b', False),
+    ('^[^"]*$', "a\\b\n\x01\u00e9", True),
+    (r"^[^\\]*$", "a\\b", False),
+    (r"^[^\\]*$", 'a"b', True),
+    (NAMES, "a.txt", True),
+    *((NAMES, f"a{mark}b", False) for mark in '"\\/?'),
+    (r'^([^"]|x){2}$', 'a"', False),
+    ("^[^!-/]+$", 'a"', False),
+    (r"^[^\]]+[\[]$", "ab[", True),
+    (r"^[^\]]+[\[]$", "a][", False),
+    ("^[a^]+$", "a^", True),
+    (r"^\[\^b]$", "[^b]", True),
+]
+
+
+@pytest.mark.parametrize(("pattern", "value", "fits"), CLASSES)
+@pytest.mark.parametrize("is_key", [False, True])
+def test_a_class_allows_no_more_than_it_says(
+    llm: LLM, pattern: str, value: str, fits: bool, is_key: bool
+) -> None:
+    """In JSON some characters are written as two."""
+    assert bool(re.search(pattern, value)) == fits
+    schema = {"type": "string", "pattern": pattern}
+    if is_key:
+        only = {"patternProperties": {pattern: {"type": "null"}}, "additionalProperties": False}
+        schema = {"type": "object", "minProperties": 1} | only
+    text = json.dumps({value: None} if is_key else value, ensure_ascii=False)
+    ids = tuple(llm.tokenizer.encode(text, add_special_tokens=False))
+    grammars = llm.llm_engine.inputs.grammars
+    assert grammars is not None
+    state = grammars.state_of(StructuredOutputsParams(json=schema))
+    num_fit = 0
+    for token_id in ids:
+        if not state.masks(())[0][token_id >> 3] >> (token_id & 7) & 1:
+            break
+        num_fit += 1
+        if state.accept(token_id):
+            break
+    assert (num_fit == len(ids)) == fits
+
+
 def test_json_is_valid(llm: LLM) -> None:
     check_schemas(llm, range(20))
 
@@ -175,6 +218,10 @@ def test_json_of_many_schemas_is_valid(llm: LLM, first: int) -> None:
         ({"regex": "[0-9]{3}-(ab|é)+"}, "[0-9]{3}-(ab|é)+"),
         ({"grammar": 'start: "a" b "."\nb: "x" | "(" b ")"'}, r"a\(*x\)*\."),
         ({"grammar": 'root ::= "a" ("b" | "c")+ "."'}, r"a[bc]+\."),
+        (
+            {"grammar": r'root ::= [\u00e0-\u00ff]{2} "\u00e9\\u00e9" "\U0001F600" "\x41"'},
+            r"[à-ÿ]{2}é\\u00e9\U0001F600A",
+        ),
         (
             {"choice": ['"quoted"\\', "two\nlines\t", "/a/ | b"]},
             r'"quoted"\\|two\nlines\t|/a/ \| b',

@@ -72,6 +72,10 @@ KIMI_CALL = (
     "<|tool_call_end|>"
 )
 KIMI = f"<|tool_calls_section_begin|>{KIMI_CALL}{KIMI_CALL}<|tool_calls_section_end|>"
+HUNYUAN = (
+    '<tool_calls><tool_call>weather\n```json\n{"city": "Paris", "days": 3}\n```</tool_call>\n'
+    "<tool_call>now\n```json\n{}\n```</tool_call></tool_calls>"
+)
 COHERE_CALL = (
     '{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris", "days": 3}}'
 )
@@ -106,6 +110,10 @@ WHOLE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": "}"}</tool_call>', None, [NOW]),
     ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', None, [NOW]),
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', None, [NOW]),
+    # Braces that the model left out.
+    ("hermes", HERMES.replace("}}", "}") + HERMES + " ok", " ok", [CALL, CALL]),
+    ("hermes", HERMES.replace("}}", "}, ").replace("</tool", '"id": 1}</tool'), None, [CALL]),
+    ("granite", f"<|tool_call|>[{OBJECT[:-1]}, {OBJECT}]", None, [CALL, CALL]),
     ("hermes", "no call at all \n", "no call at all \n", []),
     ("hermes", "a <tool_call> b", "a <tool_call> b", []),
     ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None, []),
@@ -198,6 +206,9 @@ WHOLE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("seed_oss", SEED.replace("weather", "rm"), None, []),
     ("kimi_k2", f"I look.{KIMI}", "I look.", [CALL, CALL]),
     ("kimi_k2", KIMI.replace("functions.weather", "weather"), None, []),
+    ("hunyuan_a13b", f"I look.{HUNYUAN}", "I look.", [CALL, NOW]),
+    ("hunyuan_a13b", HUNYUAN.replace("<tool_calls>", ""), None, [CALL, NOW]),
+    ("hunyuan_a13b", HUNYUAN.replace("weather", "rm").replace("now", "ls"), None, []),
     ("hunyuan_a13b", f"<tool_calls>[{OBJECT}, {OBJECT}]</tool_calls>", None, [CALL, CALL]),
     ("nemotron_v2", f"<TOOLCALL>[{OBJECT}]</TOOLCALL>\n", None, [CALL]),
     ("nemotron_v2", "<TOOLCALL>none</TOOLCALL>", "<TOOLCALL>none</TOOLCALL>", []),
@@ -285,6 +296,18 @@ VALUES: list[tuple[Any, str, Any]] = [
     ({"type": ["string", "integer"]}, "7.5", "7.5"),
     ({"type": ["string", "number"]}, "7", 7),
     ({"type": ["boolean", "null"]}, "True", True),
+    ({"type": ["boolean", "null"]}, "None", None),
+    ({"type": ["boolean", "array"]}, '["README.md", "True"]', ["README.md", "True"]),
+    ({"type": ["boolean", "object"]}, '{"Path": "A"}', {"Path": "A"}),
+    ({"type": ["string", "null"]}, "None", "None"),
+    ({"type": "array"}, "['a', (1, True), {'b': None}]", ["a", [1, True], {"b": None}]),
+    ({"type": "array"}, "[open('x')]", "[open('x')]"),
+    ({"type": "array"}, "{1, 2}", "{1, 2}"),
+    ({"type": "array"}, "[" * 9000, "[" * 9000),
+    ({"type": "object"}, "{'a': 1e999}", "{'a': 1e999}"),
+    ({"allOf": [{"type": "string"}, {"minLength": 5}]}, "12345", "12345"),
+    ({"allOf": [{"minimum": 5}, {"type": ["integer", "string"]}]}, "12345", 12345),
+    ({"allOf": [{"type": "number"}, {"type": "integer"}]}, "5", 5),
     ({"oneOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
     ({"oneOf": [{"type": "string"}, {}]}, "[1]", [1]),
     ({"enum": ["1", "2"]}, "1", "1"),
@@ -322,6 +345,25 @@ def test_an_argument_has_a_type_of_its_schema(
     (call,) = message_of(made.read(written[name], is_last=True)).tool_calls
     found = json.loads(call.arguments)
     assert found == {"x": value} and type(found["x"]) is type(value)
+
+
+TEXT = {"type": "string"}
+NAMED_ELSEWHERE: list[dict[str, Any]] = [
+    {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"x": TEXT}}}},
+    {"allOf": [{"properties": {"y": {}}}, {"properties": {"x": TEXT}}]},
+    {"anyOf": [{"properties": {"x": {"type": "null"}}}, {"properties": {"x": TEXT}}]},
+    {"additionalProperties": TEXT, "properties": {"y": {}}},
+    {"oneOf": [{"$ref": "#"}, {"properties": {"x": TEXT}}]},
+]
+
+
+@pytest.mark.parametrize("root", NAMED_ELSEWHERE)
+def test_an_argument_may_be_named_elsewhere(root: Any) -> None:
+    """Than among the properties of the schema itself."""
+    made = AnswerParser([ToolParser(BY_NAME["qwen3_coder"], {"f": root})], None)
+    text = "<tool_call><function=f><parameter=x>12345</parameter></function></tool_call>"
+    (call,) = message_of(made.read(text, is_last=True)).tool_calls
+    assert json.loads(call.arguments) == {"x": "12345"}
 
 
 def test_arguments_come_before_the_call_has_ended() -> None:
@@ -509,6 +551,43 @@ def test_content_may_stand_between_marks(
     assert message.reasoning == (thoughts if begins else "")
     assert (message.content or "").lstrip("\n") == (content or "") and calls_of(message) == calls
     assert parted(made(), answer, list(range(len(answer)))) == whole
+
+
+AROUND = [
+    ("hunyuan_a13b", "<think>\nhm\n</think>\n<answer>\nyes\n</answer>", "hm", "yes", []),
+    ("hunyuan_a13b", f"<answer>\nyes\n{HUNYUAN}\n</answer>", "", "yes", [CALL, NOW]),
+    ("hunyuan_a13b", f"<think>hm</think>{HUNYUAN}", "hm", None, [CALL, NOW]),
+    ("ernie45", "hm\n</think>\n\n<response>\nyes\n</response>\n", "hm", "yes", []),
+    ("ernie45", "hm\n</think>\nyes", "hm", "yes", []),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "thoughts", "content", "calls"), AROUND)
+def test_answers_stand_between_tags(
+    name: str, text: str, thoughts: str, content: str | None, calls: Any
+) -> None:
+    """As Hunyuan and ERNIE 4.5 have them; the template shows which."""
+    sign = {"hunyuan_a13b": "<answer>", "ernie45": "<response>"}[name]
+    reasoning = reasoning_of(f"<think> {sign}")
+    assert reasoning is not None and reasoning.name == name == REASONING[name].name
+    is_open = text.startswith("hm")
+    parsers = ChatParsers(BY_NAME["hunyuan_a13b"], reasoning, shows_tools=True)
+    functions = [{"type": "function", "function": {"name": n, **s}} for n, s in SCHEMAS.items()]
+    for cuts in ([], list(range(len(text)))):
+        made = parsers.parser("a<think>\n" * is_open, read_tools(functions, "auto"))
+        message = message_of(parted(made, text, cuts))
+        assert (message.reasoning, message.content) == (thoughts, content)
+        assert calls_of(message) == calls
+
+
+def test_a_prompt_may_end_with_what_content_begins_with() -> None:
+    """As that of Command R7B without tools. The mark behind it is no part of the content."""
+    reasoning, prompt = REASONING["cohere_command3"], "<|CHATBOT_TOKEN|><|START_RESPONSE|>"
+    parsers = ChatParsers(None, reasoning)
+    text = "Hello!\n<|END_RESPONSE|>"
+    for cuts in ([], list(range(len(text)))):
+        message = message_of(parted(parsers.parser(prompt, None), text, cuts))
+        assert message.content == "Hello!\n"
 
 
 def test_content_of_command_a_plus_stands_between_other_marks() -> None:

@@ -9,6 +9,7 @@ Nemotron Nano v2, Phi-4-mini, Command R7B, Apertus, Muse Glimmer and DeepSeek-V3
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,15 @@ SEED = (
 KIMI = CHATML.replace(
     CALLS + "BODY{% endfor %}",
     "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}"
-    "<|tool_call_begin|>functions.{{ c.function.name }}:{{ loop.index0 }}"
+    "<|tool_call_begin|>{{ c.id }}"
     "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>"
     "{% endfor %}<|tool_calls_section_end|>{% endif %}",
+)
+HUNYUAN = CHATML.replace(
+    CALLS + "BODY{% endfor %}",
+    "{% if m.tool_calls %}<tool_calls>{% for c in m.tool_calls %}{{ '\n' if not loop.first }}"
+    "<tool_call>{{ c.function.name }}\n```json\n{{ c.function.arguments | tojson }}\n```"
+    "</tool_call>{% endfor %}</tool_calls>{% endif %}{# <tool_call>function_name #}",
 )
 LISTED = CHATML.replace(
     CALLS + "BODY{% endfor %}",
@@ -203,6 +210,7 @@ TEMPLATES = {
 TEMPLATES |= {
     name: (template, "<|im_end|>", True)
     for name, template in {
+        "hunyuan_a13b, its own": HUNYUAN,
         "phi4_mini_json": LISTED.replace("BEGIN", "functools").replace("END", ""),
         "phi4_mini_json, tags": CHATML.replace("BODY", PHI_TAGS),
         "cohere_command3": COHERE,
@@ -250,6 +258,30 @@ def test_a_template_for_tools_alone_may_show_thoughts(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": listed}))
     reasoning = ChatParsers.of(Tokenizer.from_folder(folder)).reasoning
     assert reasoning is not None and reasoning.name == "cohere_command3"
+
+
+def test_kimis_ids_name_the_tool(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Counted over the conversation, whatever ids came; so do the answers of tools."""
+    answered = "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}"
+    template = KIMI.replace("{{ m.content", f"{answered}{{{{ m.content")
+    assert answered in template
+    tokenizer = Tokenizer.from_folder(tool_model(tiny("llama"), tmp_path / "model", template))
+    talk: list[dict[str, Any]] = [*TALK]
+    for ids in (("call_a", "call_b"), ("call_a",)):
+        calls = [
+            {"id": i, "type": "function", "function": {"name": n, "arguments": "{}"}}
+            for i, n in zip(ids, ("weather", "now"), strict=False)
+        ]
+        talk.append({"role": "assistant", "content": "", "tool_calls": calls})
+        talk += [{"role": "tool", "tool_call_id": i, "content": "sun"} for i in reversed(ids)]
+    talk.append({"role": "tool", "tool_call_id": "unknown", "content": "sun"})
+    text = tokenizer.apply_chat_template(talk, tools=TOOLS)
+    assert re.findall(r"begin\|>(functions\S*?)<", text) == [
+        *("functions.weather:0", "functions.now:1", "functions.weather:2")
+    ]
+    assert re.findall("Return of (.*)", text) == [
+        *("functions.now:1", "functions.weather:0", "functions.weather:2", "unknown")
+    ]
 
 
 @pytest.mark.some(7)
