@@ -75,6 +75,7 @@ class Grammar(Protocol):
     """Where a text stands in the form that it must have (grammar.GrammarState)."""
 
     def accept(self, token_id: int) -> bool: ...
+    def is_end(self, token_id: int) -> bool: ...
     def masks(self, guesses: tuple[int, ...]) -> list[bytes]: ...
     def forced(self) -> tuple[int, ...]: ...
 
@@ -162,7 +163,8 @@ class SequenceOutput:
 
     text: set when a stop string cut it. text_stream: turns tokens into text as they come, where
     that is needed. scores, prompt_scores: of its tokens and of the prompt's from the second on,
-    where asked for. error: why it failed.
+    where asked for. error: why it failed. ends_in_token: the last token only ends the text.
+    may_be_nan: no token could be chosen, perhaps by logits that are no numbers.
     """
 
     text: str | None = None
@@ -172,6 +174,8 @@ class SequenceOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: RequestError | None = None
+    ends_in_token: bool = False
+    may_be_nan: bool = False
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -272,8 +276,11 @@ class Sequence:
         may_stop = self.num_output_tokens > request.params.min_tokens
         is_stopped = may_stop and token_id in request.stop_token_ids
         is_last = is_stopped or is_complete or self.num_tokens >= request.max_total_tokens
+        is_end = is_complete and self.grammar is not None and self.grammar.is_end(token_id)
+        self.output.ends_in_token = is_stopped or is_end
         if stream is not None:
-            new = stream.add(token_id)
+            is_hidden = self.output.ends_in_token and not request.params.include_stop_str_in_output
+            new = "" if is_hidden else stream.add(token_id)
             if is_last:
                 new += stream.flush()  # half a code point may be a stop string, too
             if may_stop and new and self._ends_at_stop_string(stream.text, new):
@@ -310,6 +317,7 @@ class Sequence:
         only what other parameters forbid.
         """
         params, number = self.request.params, self.num_tokens
+        self.output.may_be_nan = True
         others = ("allowed_token_ids", "bad_words", "min_tokens")
         named = [name for name in others if getattr(params, name)] if params.is_held else []
         if not named:

@@ -77,8 +77,7 @@ class Completion:
         if self._tokenizer is None or not params.detokenize:
             return ""
         token_ids = self.seq.output_token_ids
-        is_stop = token_ids and token_ids[-1] in self.seq.request.stop_token_ids
-        if output.finish_reason == "stop" and is_stop and not params.include_stop_str_in_output:
+        if output.ends_in_token and not params.include_stop_str_in_output:
             token_ids = token_ids[:-1]  # the token that ended the text is not part of it
         try:
             return self._tokenizer.decode(token_ids, params.skip_special_tokens)

@@ -202,11 +202,14 @@ class InputProcessor:
             )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each word, both at the beginning of a text and after a space."""
+        """The tokens of each word, both at the beginning of a text and after a space; not of one
+        with a token that only the tokenizer has.
+        """
         given = [word.lstrip(" ") or word for word in params.forbidden_words]
         texts = [space + word for word in given for space in ("", " ")]
         words = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return tuple(dict.fromkeys(word for word in words if word))
+        vocab = self._model_config.vocab_size
+        return tuple(dict.fromkeys(word for word in words if word and max(word) < vocab))
 
     def _how_to_raise(self, num_prompt: int, max_tokens: int) -> str:
         """How such a request fits, as text."""

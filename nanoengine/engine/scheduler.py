@@ -228,7 +228,8 @@ class Scheduler:
         return ended
 
     def _schedule_running(self, order: list[Sequence]) -> _Step:
-        step = _Step(self._max_tokens, self._max_sampled - len(self.running))
+        most_rows = min(self._config.max_num_seqs, len(self.running) + len(self.waiting))
+        step = _Step(self._max_tokens, self._max_sampled - most_rows)
         for seq in order:
             if seq.status is SequenceStatus.RUNNING and step.tokens:
                 self._schedule_one(seq, step)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from nanoengine.devices.device import Device
-from nanoengine.errors import LogitsError
 from nanoengine.kv.block_heat import BlockHeat
 from nanoengine.kv.block_manager import Block, BlockManager
 from nanoengine.kv.block_table import BlockTable, StepBudget
@@ -225,7 +224,7 @@ class HybridKVCacheManager:
         if table is not None:
             self._prefix_cache.withdraw(table)
             self._states.release(seq.seq_id)
-            if isinstance(seq.output.error, LogitsError):  # its KV may be no numbers
+            if seq.output.may_be_nan:  # so may be its KV
                 self._hide(table.published)
             self._release(table.held)
             self.blocks.touch(table.published[: table.num_released])

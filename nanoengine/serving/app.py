@@ -109,7 +109,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     @app.post(f"{MESSAGES}/count_tokens", openapi_extra=body_of(openapi.COUNT_BODY))
     async def count_tokens(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_count(body, defaults))
-        (prompt,) = await service.prompts_of(asked)
+        (prompt,) = await service.prompts_of(request, asked)
         return json_response(count_body(len(prompt.token_ids)))
 
 

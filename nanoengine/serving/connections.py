@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_AHEAD = 1 << 16  # bytes of the next request
 
 
 class Connection(H11Protocol):
@@ -19,6 +22,7 @@ class Connection(H11Protocol):
 
     stall_seconds = 60.0
     _due = 0.0  # when it ends without a request
+    _num_ahead = 0  # bytes that came while a request was answered
     _watching: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -35,11 +39,13 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Parts of a head, and of a body that nobody reads any more, win no time."""
         super().data_received(data)
+        self._read_on(len(data))
         self._wait_on()
 
     def on_response_complete(self) -> None:
         """Wait for the next request, and watch whether this answer is taken."""
         self._due = self.loop.time() + self.timeout_keep_alive
+        self._num_ahead = 0
         super().on_response_complete()
         self._watch()
 
@@ -58,6 +64,15 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._unwatch()
+
+    def _read_on(self, length: int) -> None:
+        """Go on reading while a request is answered: a client that has sent some bytes of its next
+        one, and leaves, would not be noticed.
+        """
+        if self.conn.their_state is h11.DONE and self.flow.read_paused:
+            self._num_ahead += length
+            if self._num_ahead < MAX_AHEAD:
+                self.flow.resume_reading()
 
     def _wait_on(self) -> None:
         """Unless a request is being answered, end when the time is over."""

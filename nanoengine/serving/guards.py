@@ -26,6 +26,7 @@ OPEN_PATHS = ("/health", "/ping", PAGE)  # load balancers and browsers that open
 NEAR = (".localhost", ".internal", ".local", ".lan", ".home.arpa")
 IDENTITY = "identity"  # of Content-Encoding: not compressed
 MIB = 1 << 20
+MAX_DIGITS = 18  # of a body's length: an integer of any more is too large as well
 
 
 class KeyGuard:
@@ -119,19 +120,23 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
             f"the body is not unpacked: send it without the header Content-Encoding: {coding}",
         )
     most = options.max_body_mib * MIB
+    # The connection stays open: what comes of a body that is refused is dropped, for a while. To
+    # close it at once would lose the answer.
+    too_large = Refusal(
+        413,
+        "request_too_large",
+        f"the body is larger than {options.max_body_mib} MiB; --max-body-mib raises the limit",
+    )
+    said = request.headers.get("content-length", "")
+    if said.isdecimal() and int(said[:MAX_DIGITS]) > most:
+        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(options.read_seconds):
             async for part in request.stream():
                 body += part
                 if len(body) > most:
-                    raise Refusal(
-                        413,
-                        "request_too_large",
-                        f"the body is larger than {options.max_body_mib} MiB; --max-body-mib "
-                        "raises the limit",
-                        headers={"Connection": "close"},
-                    )
+                    raise too_large
     except TimeoutError:
         raise Refusal(
             408,

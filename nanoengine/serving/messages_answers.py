@@ -20,6 +20,13 @@ DELTAS = {
     Kind.NAME: ("input_json_delta", "partial_json"),
 }
 
+SIGNED = ("signature_delta", "signature")
+# What comes with deltas alone.
+BEGINS: dict[Kind, dict[str, Any]] = {
+    Kind.NAME: {"input": {}},
+    Kind.REASONING: {"signature": ""},
+}
+
 THREAD = "thread"  # the key that asks the server to keep the conversation
 # By this Anthropic's client knows that it must send the whole conversation each time.
 NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
@@ -75,7 +82,7 @@ class MessagesWriter:
         events = []
         for delta in deltas:
             for step, item, new in self._items.feed(delta.text, delta.finish_reason is not None):
-                events.append(_step_event(step, item, new))
+                events += _step_events(step, item, new)
         return events
 
     def end(self, outputs: Sequence[RequestOutput]) -> list[Event]:
@@ -127,7 +134,8 @@ def _block(item: Item) -> dict[str, Any]:
     if item.kind is Kind.CONTENT:
         return {"type": "text", "text": item.text}
     if item.kind is Kind.REASONING:
-        return {"type": "thinking", "thinking": item.text, "signature": ""}
+        # Clients send back what is signed alone; nobody reads this here.
+        return {"type": "thinking", "thinking": item.text, "signature": item.id}
     return {"type": "tool_use", "id": item.id, "name": item.name, "input": _input(item.text)}
 
 
@@ -137,14 +145,18 @@ def _input(arguments: str) -> dict[str, Any]:
     return {"arguments": arguments} if found is None else found
 
 
-def _step_event(step: Step, item: Item, new: str) -> Event:
-    """The event of what happens to an item."""
-    if step is Step.ENDS:
-        return _event("content_block_stop", index=item.index)
+def _step_events(step: Step, item: Item, new: str) -> list[Event]:
+    """The events of what happens to an item."""
     if step is Step.BEGINS:
-        block = _block(item) | ({"input": {}} if item.kind is Kind.NAME else {})
-        return _event("content_block_start", index=item.index, content_block=block)
-    kind, name = DELTAS[item.kind]
+        block = _block(item) | BEGINS.get(item.kind, {})
+        return [_event("content_block_start", index=item.index, content_block=block)]
+    if step is Step.GROWS:
+        return [_delta(item, *DELTAS[item.kind], new)]
+    signed = [_delta(item, *SIGNED, item.id)] if item.kind is Kind.REASONING else []
+    return [*signed, _event("content_block_stop", index=item.index)]
+
+
+def _delta(item: Item, kind: str, name: str, new: str) -> Event:
     return _event("content_block_delta", index=item.index, delta={"type": kind, name: new})
 
 

@@ -28,6 +28,7 @@ from nanoengine.serving.tool_requests import call_of, messages_tools, result_of
 
 NO_OTHERS = "no images or files are read, and calls and results only from who makes them"
 ROLES = ("user", "assistant", "system")
+KEEPS_THOUGHTS = ("clear_thinking_20251015", "all")
 THINKING = ("enabled", "disabled", "adaptive")
 # What errors about parameters call them.
 NAMES = {
@@ -56,7 +57,7 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
 
     Raises InvalidParamsError and InvalidPromptError.
     """
-    given = given_keys(body, KNOWN, REFUSED)
+    given = _given_keys(body)
     if "max_tokens" not in given:
         raise InvalidParamsError("max_tokens is required: the most tokens of the answer")
     params = {name: given[name] for name in SAME if name in given}
@@ -79,6 +80,19 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
         **common_keys(given),
         tools=messages_tools(given.get("tools"), given.get("tool_choice")),
     )
+
+
+def _given_keys(body: object) -> dict[str, Any]:
+    """As given_keys. To keep all thoughts is what is done anyway."""
+    if isinstance(body, dict) and isinstance(managed := body.get("context_management"), dict):
+        edits = managed.get("edits")
+        if edits is None or (isinstance(edits, list) and all(map(_keeps_all, edits))):
+            body = {key: value for key, value in body.items() if key != "context_management"}
+    return given_keys(body, KNOWN, REFUSED)
+
+
+def _keeps_all(edit: object) -> bool:
+    return isinstance(edit, dict) and (edit.get("type"), edit.get("keep")) == KEEPS_THOUGHTS
 
 
 def _thinking(given: dict[str, Any]) -> tuple[int | None, dict[str, Any] | None]:
@@ -113,7 +127,7 @@ def _output_config(given: dict[str, Any]) -> dict[str, Any]:
 
 def read_count(body: object, defaults: SamplingParams) -> ChatRequest:
     """The request in a body of /v1/messages/count_tokens: one whose prompt is to be counted."""
-    given = given_keys(body, KNOWN, REFUSED)
+    given = _given_keys(body)
     return ChatRequest(
         _messages(given),
         defaults,
@@ -173,7 +187,7 @@ def _of(item: Any, index: int) -> list[dict[str, Any]]:
     """The messages of a chat that a message is: results of tools are messages of their own."""
     where = f"messages[{index}]"
     role = item.get("role") if isinstance(item, dict) else item
-    if role not in ROLES:
+    if not isinstance(item, dict) or role not in ROLES:
         raise InvalidPromptError(f"{where} must have a role, user or assistant, got {shown(role)}")
     content = item.get("content")
     if not isinstance(content, list):

@@ -21,6 +21,7 @@ class OpenRequests:
         self._queue_seconds = queue_seconds
         self._streams: set[TokenStream] = set()
         self._end_reason: str | None = None  # why every request is refused
+        self._has_ended = asyncio.Event()
         self.num_texts = 0
 
     @contextmanager
@@ -72,8 +73,14 @@ class OpenRequests:
     def end_all(self, reason: str) -> None:
         """End every open request; its client is told the reason."""
         self.refuse_all(reason)
+        self._has_ended.set()
         for stream in list(self._streams):
             stream.fail(_stopping(reason))
+
+    async def until_end(self) -> None:
+        """Wait until all requests are ended; for those that have no stream yet. Raises Refusal."""
+        await self._has_ended.wait()
+        self._check_open()
 
     def _check_open(self) -> None:
         if self._end_reason is not None:

@@ -40,7 +40,7 @@ IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     *("max_tool_calls", "cache_control", "inference_geo", "speed", "user_profile_id"),
-    *("request_id", "rid", "priority", "mm_processor_kwargs"),
+    *("request_id", "rid", "priority", "mm_processor_kwargs", "client_metadata"),
     *("cache_prompt", "id_slot", "timings_per_token", "return_progress", "keep_alive"),
 )
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]

@@ -5,9 +5,7 @@ Neither the event loop nor the engine's thread waits for a long text or a slow c
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, TypeVar
@@ -19,6 +17,7 @@ from nanoengine.serving.openai_logprobs import TokenBytes
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
 from nanoengine.serving.options import ServerOptions
 from nanoengine.serving.refusals import Refusal
+from nanoengine.serving.work_threads import WorkThreads
 from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.checked_json import strict_json
 from nanoengine.text.detokenizer import token_bytes
@@ -63,20 +62,26 @@ class Prompts:
         self._facts = facts
         self._options = options
         self._tokenizer = facts.tokenizer
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "nanoengine-prompts")
+        self._threads = WorkThreads(NUM_THREADS, "nanoengine-prompts")
+        self._for_large = WorkThreads(1, "nanoengine-large-prompts")
         self.bytes_of: TokenBytes = cache(partial(token_bytes, facts.tokenizer))
 
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, done in one of the threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def run(self, work: Callable[[], Result], is_large: bool = False) -> Result:
+        """The result of `work`, done in one of the threads. is_large: it is about a large body, and
+        other such bodies alone wait for it.
+        """
+        return await (self._for_large if is_large else self._threads).run(work)
 
     def close(self) -> None:
         """End the threads; work that has not begun is dropped."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
+        self._for_large.close()
 
     def made_of(self, request: Asked) -> list[Prepared]:
         """A request's prompts. Raises RequestErrors."""
         if isinstance(request, ChatRequest):
+            if isinstance(request.messages, list):  # each takes a token, and long to write
+                self._facts.check_room(len(request.messages), 1)
             use = request.tools
             request = replace(request, params=self.parsers.params(request.params, use))
             tools = None if use is None else use.tools

@@ -16,9 +16,9 @@ from contextlib import (
     ExitStack,
     asynccontextmanager,
 )
-from typing import Any
+from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from nanoengine.errors import shown
@@ -36,6 +36,9 @@ from nanoengine.serving.prompts import Asked, Facts, Prepared, Prompts, json_of
 from nanoengine.serving.refusals import Refusal, told_of
 from nanoengine.serving.writers import Writer
 
+Result = TypeVar("Result")
+LARGE_BODY = 1 << 20  # bytes
+
 
 class Service:
     """Answers requests with one engine, on one event loop; see `running_service`."""
@@ -51,9 +54,20 @@ class Service:
         self.metrics = Metrics(options.metrics_prefix, self.name, facts.kv_config)
 
     async def read(self, request: Request, understand: Callable[[Any], Any]) -> Any:
-        """What `understand` makes of a body's JSON, in a thread. Raises its errors and Refusal."""
+        """What `understand` makes of a body's JSON, in a thread. Raises its errors, Refusal and
+        ClientDisconnect.
+        """
         body = await read_body(request, self.options)
-        return await self.prompts.run(lambda: understand(json_of(body)))
+        request.state.is_large = len(body) > LARGE_BODY
+        return await self._in_thread(request, lambda: understand(json_of(body)))
+
+    async def _in_thread(self, request: Request, work: Callable[[], Result]) -> Result:
+        """The result of work for a request, until its client leaves or the server ends."""
+        running = self.prompts.run(work, request.state.is_large)
+        made = await unless_gone(request, running, self.open.until_end())
+        if made is None:
+            raise ClientDisconnect
+        return made
 
     def check_model(self, name: str | None) -> None:
         """Raise Refusal for the name of another model; without a name this one is meant."""
@@ -65,10 +79,12 @@ class Service:
                 "model",
             )
 
-    async def prompts_of(self, asked: Asked) -> list[Prepared]:
-        """The prompts of a request for this model. Raises Refusal, RequestErrors."""
+    async def prompts_of(self, request: Request, asked: Asked) -> list[Prepared]:
+        """The prompts of a request for this model. Raises Refusal, RequestErrors and
+        ClientDisconnect.
+        """
         self.check_model(asked.model)
-        return await self.prompts.run(lambda: self.prompts.made_of(asked))
+        return await self._in_thread(request, lambda: self.prompts.made_of(asked))
 
     async def answer(
         self, request: Request, asked: Asked, writer: Writer, last: bytes = b""
@@ -77,9 +93,7 @@ class Service:
         ends with.
         """
         with _form_named(asked), ExitStack() as held:
-            prompts = await unless_gone(request, self.prompts_of(asked))
-            if prompts is None:
-                return GONE
+            prompts = await self.prompts_of(request, asked)
             if asked.streaming is None:
                 answer = await unless_gone(request, self._whole(asked, prompts, writer))
                 return GONE if answer is None else answer

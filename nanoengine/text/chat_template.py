@@ -30,6 +30,7 @@ NOT_TEMPLATE_VARIABLES = frozenset(
         "truncation",
     }
 )
+MAX_WARNED = 8
 ROLES = ("system", "user", "assistant", "tool")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -41,6 +42,7 @@ class ChatTemplate:
         """source: Jinja code; `render` raises if it is broken."""
         self.source = source
         self._process = process
+        self._warned: set[str] = set()  # roles; Python keeps each warning that it gave
 
     def render(
         self,
@@ -79,7 +81,9 @@ class ChatTemplate:
         given = dict.fromkeys(message["role"] for message in variables["messages"])
         others = (role for role in given if role not in ROLES and not self._names(role))
         role = next(others, None)
-        if role is not None:  # the first one alone: there may be a million
+        # The first one alone, and a few in all: there may be a million.
+        if role is not None and len(self._warned) < MAX_WARNED:
+            self._warned.add(role)
             warn_user(
                 f"the role {shown(role)} is not one of {', '.join(ROLES)}, and the model's "
                 "chat template does not name it: the model may not know it"

@@ -19,7 +19,7 @@ from nanoengine.text import template_worker
 from nanoengine.text.reasoning import ReasoningSyntax, reasoning_in
 from nanoengine.text.schema_formats import readable
 from nanoengine.text.template_process import WorkerProcess
-from nanoengine.text.thinking import ThinkingMarks, ThinkingState, begins_open
+from nanoengine.text.thinking import ThinkingMarks, ThinkingState, begins_open, tokens_within
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.text.tokenizer_files import let_interrupts_through
 from nanoengine.text.tools import WHITESPACE
@@ -45,6 +45,7 @@ class Grammars:
     ) -> None:
         """vocab_size: of the logits; eos_token_ids: end a text where its grammar accepts that."""
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._num_tokens = max(vocab_size, tokenizer.vocab_size)
         self._eos_token_ids = sorted(eos_token_ids)
         self._process = WorkerProcess(COMPILE_SECONDS)
@@ -64,7 +65,7 @@ class Grammars:
         if found is None:
             found = self._compile(source)
             self._keep(source, found)
-        return GrammarState(found.deep_copy())
+        return GrammarState(found.deep_copy(), self._vocab_size, frozenset(self._eos_token_ids))
 
     def state_for(self, params: SamplingParams, prompt: list[int]) -> GrammarState | ThinkingState:
         """A state for the text of a request that `is_held`. Raises InvalidParamsError."""
@@ -89,7 +90,7 @@ class Grammars:
     @cached_property
     def _marks(self) -> ThinkingMarks:
         assert self._reasoning is not None
-        vocabulary = self._num_tokens, self._eos_token_ids
+        vocabulary = self._vocab_size, self._num_tokens, self._eos_token_ids
         return ThinkingMarks.of(self._reasoning, self._tokenizer, *vocabulary)
 
     def _keep(self, source: tuple[str, str], compiled: Any) -> None:
@@ -174,8 +175,10 @@ class Grammars:
 class GrammarState:
     """Where one text stands in its grammar."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        """vocab_size, eos_token_ids: as of Grammars."""
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._eos_token_ids = eos_token_ids
 
     def accept(self, token_id: int) -> bool:
         """Go on by a token; True if the text is complete, so that nothing can follow. Raises
@@ -187,6 +190,10 @@ class GrammarState:
                 f"{_reason(self._matcher.get_error())}"
             )
         return bool(self._matcher.is_stopped())
+
+    def is_end(self, token_id: int) -> bool:
+        """Whether a token that completes the text only ends it."""
+        return token_id in self._eos_token_ids
 
     def masks(self, guesses: tuple[int, ...]) -> list[bytes]:
         """Which tokens may come next, and which after each guess, as far as guesses fit: bits of
@@ -208,7 +215,7 @@ class GrammarState:
         """Tokens of the bytes that alone may come next, cut as the tokenizer cuts them. The masks
         may allow other cuts, so these are guesses. The state stays as it is.
         """
-        return tuple(self._matcher.compute_ff_tokens())
+        return tokens_within(self._vocab_size, self._matcher.compute_ff_tokens())
 
 
 def _cost(source: tuple[str, str]) -> int:

@@ -5,9 +5,10 @@ Knows token ids and the marks of thoughts (reasoning.py); no requests, no logits
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 
 from nanoengine.sequence import Grammar
 from nanoengine.text.reasoning import ReasoningSyntax, mark_ids
@@ -33,7 +34,8 @@ class ThinkingMarks:
     stands between thoughts and a form.
 
     any_token, no_end: bits of token ids, the lowest first: all, and all that end no text. is_space:
-    whether a token is spaces alone, which may stand before the thoughts.
+    whether a token is spaces alone, which may stand before the thoughts. vocab_size: a tokenizer
+    may have more tokens than the model.
     """
 
     begin: tuple[int, ...]
@@ -42,12 +44,20 @@ class ThinkingMarks:
     any_token: bytes
     no_end: bytes
     is_space: Callable[[int], bool]
+    vocab_size: int
 
     @classmethod
     def of(
-        cls, syntax: ReasoningSyntax, tokenizer: Tokenizer, num_tokens: int, eos_ids: list[int]
+        cls,
+        syntax: ReasoningSyntax,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        num_tokens: int,
+        eos_ids: list[int],
     ) -> ThinkingMarks:
-        """Those of a model with a vocabulary of `num_tokens`."""
+        """Those of a model with a vocabulary of `vocab_size`. num_tokens: its tokenizer's, if these
+        are more.
+        """
         begin, end = mark_ids(syntax, tokenizer)
         every = bytes([0xFF]) * -(-num_tokens // 8)
 
@@ -55,7 +65,7 @@ class ThinkingMarks:
             return tokenizer.decode([token_id], skip_special_tokens=False).isspace()
 
         header = (*tokenizer.encode(syntax.header, add_special_tokens=False),)
-        return cls(begin, end, header, every, _with_bits(every, eos_ids, 0), is_space)
+        return cls(begin, end, header, every, _with_bits(every, eos_ids, 0), is_space, vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,13 @@ class ThinkingState:
 
     def forced(self) -> tuple[int, ...]:
         """Tokens that alone may come next: the end of thoughts at their budget, or the form's."""
+        return tokens_within(self._marks.vocab_size, self._forced())
+
+    def is_end(self, token_id: int) -> bool:
+        """As of the form."""
+        return self._form is not None and self._form.is_end(token_id)
+
+    def _forced(self) -> tuple[int, ...]:
         place = self._place
         if place.phase is Phase.AFTER:
             return () if self._form is None else self._form.forced()
@@ -176,6 +193,11 @@ class ThinkingState:
         if self._form is None:
             return [self._marks.any_token] * (len(guesses) + 1)
         return self._form.masks(guesses)
+
+
+def tokens_within(vocab_size: int, token_ids: Iterable[int]) -> tuple[int, ...]:
+    """The tokens before the first one that the model does not have."""
+    return tuple(takewhile(vocab_size.__gt__, token_ids))
 
 
 def begins_open(syntax: ReasoningSyntax, tokenizer: Tokenizer, prompt: list[int]) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-MAX_NAME = 64  # characters of a tool's name, as OpenAI has it
+MAX_NAME = 128  # characters of a tool's name, as Anthropic has it
 NAME = rf"([a-zA-Z0-9_.-]{{1,{MAX_NAME}}})"
 LAZY_NAME = rf"([a-zA-Z0-9_.-]{{1,{MAX_NAME}}}?)"
 SPACES = r"\s{0,16}"

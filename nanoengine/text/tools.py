@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from nanoengine.sampling_params import StructuredOutputsParams
 from nanoengine.text.schema_formats import readable
 from nanoengine.text.tool_syntax import MAX_NAME, Frame, head_of
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{MAX_NAME}}}")
 NONE, AUTO, REQUIRED = "none", "auto", "required"
 ALLOWED = "allowed_tools"
@@ -77,7 +78,7 @@ def read_tools(tools: object, choice: object = None, is_parallel: bool = True) -
         raise InvalidParamsError(f"tools must be a list of at most {MAX_TOOLS}, got {what}")
     read = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools))
     names = [tool["function"]["name"] for tool in read]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    if twice := next((name for name, times in Counter(names).items() if times > 1), None):
         raise InvalidParamsError(f"tools holds {twice!r} twice; give each its own name")
     if isinstance(choice, Mapping) and choice.get("type") == ALLOWED:
         choice, allowed = _allowed(choice.get(ALLOWED), names)

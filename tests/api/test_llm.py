@@ -203,6 +203,29 @@ def test_stop_token_ids_and_stop_strings(llm: LLM, tiny: Callable[[str], Path]) 
     assert len(llm.generate(prompt, params, use_tqdm=False)[0]["token_ids"]) > 9
 
 
+def test_the_token_that_ends_a_text_has_no_stop_string(llm: LLM) -> None:
+    """It is not part of the text, so that nothing of it shows; if it is to stay, it is searched."""
+    free = SamplingParams(temperature=2.0, seed=3, max_tokens=200, ignore_eos=True)
+    made = llm.generate("x", free, use_tqdm=False)[0].outputs[0]
+    texts = [llm.tokenizer.decode([token_id]) for token_id in made.token_ids]
+    at = next(
+        i
+        for i in range(5, 200)
+        if "".join(texts[i - 1 : i + 1]).isascii()
+        and all(texts[i - 1 : i + 1])
+        and made.token_ids[i] not in made.token_ids[:i]
+    )
+    token_id, last = made.token_ids[at], texts[at]
+    before = llm.tokenizer.decode(made.token_ids[:at])
+    for stop in (last, before[-1] + last):
+        asked = replace(free, stop_token_ids=[token_id], stop=[stop])
+        found = llm.generate("x", asked, use_tqdm=False)[0].outputs[0]
+        assert (found.text, found.stop_reason) == (before, token_id)
+        asked = replace(asked, include_stop_str_in_output=True)
+        found = llm.generate("x", asked, use_tqdm=False)[0].outputs[0]
+        assert (found.text, found.stop_reason) == (before + last, stop)
+
+
 def test_a_stop_string_across_tokens_cuts_the_text(llm: LLM) -> None:
     """Bytes are tokens here, so a two-letter stop always spans two of them."""
     free = SamplingParams(temperature=2.0, seed=3, max_tokens=200, ignore_eos=True)

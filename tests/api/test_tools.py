@@ -242,9 +242,9 @@ def test_a_call_that_must_come_begins_with_its_special_tokens(
         ([{"type": "web_search"}], "auto", r"tools\[0\] must be .* got 'web_search'"),
         ([{"name": "f"}], "auto", r"tools\[0\] must be"),
         ([{"type": "function", "function": {"name": "f", "strict": 1}}], "auto", "strict must be"),
-        ([{"type": "function", "function": {"name": "a b"}}], "auto", r"name must be 1 to 64"),
-        ([{"type": "function", "function": {"name": "a" * 65}}], "auto", "name must be 1 to 64"),
-        (TOOLS * 65, "auto", "at most 128, got 130"),
+        ([{"type": "function", "function": {"name": "a b"}}], "auto", r"name must be 1 to 128"),
+        ([{"type": "function", "function": {"name": "a" * 129}}], "auto", "name must be 1 to 128"),
+        (TOOLS * 513, "auto", "at most 1024, got 1026"),
         (
             [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
             "auto",

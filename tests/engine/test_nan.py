@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from nanoengine import LLM, SamplingParams
 from nanoengine.errors import LogitsError
 
+HELD = {"structured_outputs": {"regex": "[a-z]{5,30}"}, "min_tokens": 1}
 Tiny = Callable[[str], Path]
 BAD = 77  # the token whose embedding is damaged
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -119,3 +120,25 @@ def test_a_block_before_the_broken_one(damaged: Path, backend: str) -> None:
         assert answers[-1].num_cached_tokens == 0
         assert all(a["token_ids"] == wanted["token_ids"] for a in answers)
         assert_all_free(engine)
+
+
+@pytest.mark.parametrize("asked", [{}, HELD], ids=["plain", "held"])
+def test_kv_that_was_broken_once_is_not_found_again(tiny: Tiny, asked: dict[str, Any]) -> None:
+    """Whatever the error says: a form and min_tokens might be the reason as well."""
+    params = SamplingParams(temperature=0, max_tokens=8, **asked)
+    prompt = [(7 * i) % 250 + 4 for i in range(40)]
+    settings: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "num_threads": 1}
+    with LLM(
+        tiny("llama"), dtype="float32", kvcache_block_size=8, num_gpu_blocks=64, **settings
+    ) as llm:
+        engine = llm.llm_engine
+        request = engine.add_request(prompt, params)
+        engine.step()
+        for pool in engine.kv.memory.pool:
+            pool[:] = float("nan")
+        found = []
+        while engine.has_unfinished_requests:
+            found += engine.step()
+        assert [output.request_id for output in found if output.error] == [request]
+        (again,) = llm.generate([prompt], params, use_tqdm=False)
+        assert again.error is None and again.num_cached_tokens == 0

@@ -532,3 +532,44 @@ def test_what_forbids_all_that_a_form_allows_is_named(
         output = llm.generate([PROMPTS[2]], [params | others], use_tqdm=False)[0]
         assert isinstance(output.error, InvalidParamsError) and named in str(output.error)
         assert llm.generate([PROMPTS[2]], [params], use_tqdm=False)[0]["text"] == "abc"
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_end_of_a_form_is_not_part_of_it(llm: LLM, is_kept: bool) -> None:
+    """Even if special tokens show, and the model's own end would not end the text."""
+    params = SamplingParams(
+        max_tokens=20,
+        n=4,
+        seed=2,
+        ignore_eos=True,
+        skip_special_tokens=False,
+        include_stop_str_in_output=is_kept,
+        structured_outputs={"regex": "abc(d)?"},
+    )
+    (output,) = llm.generate("x", params, use_tqdm=False)
+    for made in output.outputs:
+        assert made.finish_reason == "stop"
+        assert re.fullmatch(r"abcd?(<\S+>)?" if is_kept else "abcd?", made.text), made.text
+
+
+def test_rows_that_sample_are_no_more_than_planned(tiny: Callable[[str], Path]) -> None:
+    """Forced tokens leave room for requests that come in the same step."""
+    engine = small_engine(tiny("llama"), max_num_seqs=64, max_num_batched_tokens=2048)
+    sample, counts = engine.runner.sampler.sample, []
+
+    def watched(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+        counts.append(len(logits))
+        return sample(logits, *rest)
+
+    engine.runner.sampler.sample = watched
+    form = StructuredOutputsParams(choice=["abcdefghijklmnopqrstuvwxyz" * 2])
+    held = SamplingParams(temperature=0, max_tokens=60, structured_outputs=form)
+    for first in range(4):
+        engine.add_request([5 + first, 6, 7], held)
+    engine.step()
+    for first in range(60):
+        engine.add_request([9 + first, 6], SamplingParams(temperature=0, max_tokens=2))
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert max(counts) <= engine.config.sampled_rows == 64
+    engine.close()

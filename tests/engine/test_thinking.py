@@ -187,7 +187,7 @@ def marks_of(
     begin: tuple[int, ...], end: tuple[int, ...], header: tuple[int, ...] = ()
 ) -> ThinkingMarks:
     tokens = bytes([0xFF]), bytes([0xFE])
-    return ThinkingMarks(begin, end, header, *tokens, lambda token: token == 5)
+    return ThinkingMarks(begin, end, header, *tokens, lambda token: token == 5, 8)
 
 
 def check(
@@ -229,6 +229,6 @@ def test_spaces_before_the_thoughts_do_not_count() -> None:
 
 def test_which_tokens_are_spaces(folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder)
-    marks = ThinkingMarks.of(REASONING_SYNTAXES[-1], tokenizer, 260, [])
+    marks = ThinkingMarks.of(REASONING_SYNTAXES[-1], tokenizer, 260, 260, [])
     ids = tokenizer.encode(" \n\ta<", add_special_tokens=False)
     assert [marks.is_space(token_id) for token_id in ids] == [True] * 3 + [False] * 2

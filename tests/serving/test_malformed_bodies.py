@@ -56,6 +56,7 @@ for _ in range(900):
 PLAIN = (False, True, 0, -1, 5, 1 << 70, 0.5, 1e308, float("nan"), float("inf"), "", "a", "\ud800")
 PARTS = ({"type": "text"}, {"type": "text", "text": 5}, {"type": ["a"]}, {"text": "a"}, {})
 ITEMS = (
+    *("user", "assistant", "system"),
     *({"role": role, "content": "a"} for role in (*PLAIN, [], {})),
     *({"role": "user", "content": content} for content in (*PLAIN, [], {})),
     *({"role": "user", "content": [part]} for part in (*PLAIN, *PARTS, [])),

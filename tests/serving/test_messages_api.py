@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from nanoengine.serving.openai_answers import error_body
 from nanoengine.serving.openai_keys import EMPTY, IGNORED
 from nanoengine.serving.openai_requests import ChatRequest, Streaming
 from nanoengine.text.answer_parser import ChatParsers
+from nanoengine.text.reasoning import BY_NAME as REASONING
 
 DEFAULTS = SamplingParams(top_k=7)
 ASKED = [{"role": "user", "content": "Hi"}]
@@ -225,6 +227,42 @@ def test_the_events_of_a_stream_are_the_answer() -> None:
         "content": [],
         "usage": data[0]["message"]["usage"],
     }
+
+
+def test_thoughts_are_signed() -> None:
+    """Just before they end: clients send back what is signed."""
+    parsers = ChatParsers(reasoning=REASONING["deepseek_r1"])
+    made = MessagesWriter(read(), "7", "m", parsers)
+    text = "<think>hm</think>yes"
+    before = RequestOutput(0, "p", [1, 2, 3], [], finished=False)
+    events = made.begin(before, 0)[2:] + made.of([StreamDelta(0, 0, text, (1,), "stop")], 0)
+    names = [data.get("delta", data)["type"] for _, data in events]
+    signed = ["content_block_start", "thinking_delta", "signature_delta", "content_block_stop"]
+    assert names == [*signed, "content_block_start", "text_delta", "content_block_stop"]
+    assert events[0][1]["content_block"]["signature"] == ""
+    whole = replace(output(), outputs=[replace(output().outputs[0], text=text)])
+    assert all(data["delta"]["signature"] for _, data in events[2:3])
+    assert made.whole([whole])["content"][0]["signature"]
+
+
+KEPT = {"type": "clear_thinking_20251015", "keep": "all"}
+
+
+@pytest.mark.parametrize("reader", [read_messages, read_count])
+@pytest.mark.parametrize("managed", [{}, {"edits": []}, {"edits": [KEPT, KEPT]}])
+def test_a_context_that_is_kept_whole_passes(managed: Any, reader: Any) -> None:
+    """As Claude Code asks for it."""
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+    assert reader(body | {"context_management": managed}, SamplingParams()).messages
+
+
+@pytest.mark.parametrize(
+    "edit", [KEPT | {"keep": {"value": 1}}, KEPT | {"type": "clear_tool_uses_20250919"}, "a"]
+)
+def test_one_that_is_to_be_cut_does_not(edit: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+    with pytest.raises(InvalidParamsError, match=r"context_management.*not cut or made shorter"):
+        read_messages(body | {"context_management": {"edits": [edit]}}, SamplingParams())
 
 
 @pytest.mark.parametrize(

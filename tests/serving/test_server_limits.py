@@ -29,7 +29,9 @@ from live_server import (
 from paced_engine import standing_still_once_one_runs, stepping_if, stepping_to_begin
 
 from nanoengine import LLM
+from nanoengine.serving import service
 from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from nanoengine.serving.prompts import json_of
 
 LONG = {"prompt": "long", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 SHORT = LONG | {"max_tokens": 3}
@@ -97,9 +99,102 @@ def test_spaces_around_a_key_are_no_part_of_it(tiny: Callable[[str], Path]) -> N
 
 
 def test_a_body_has_a_largest_size(server: LiveServer) -> None:
-    status, headers, data = server.ask("POST", CHAT, b" " * ((1 << 20) + 1), **KEY)
-    assert status == 413 and b"larger than 1 MiB; --max-body-mib raises" in data
-    assert headers["connection"] == "close"
+    """However much larger it is, the client gets the answer."""
+    for size in (1, 1 << 20, 1 << 24, 1 << 25):
+        status, headers, data = server.ask("POST", CHAT, b" " * ((1 << 20) + size), **KEY)
+        assert status == 413 and b"larger than 1 MiB; --max-body-mib raises" in data
+        assert "connection" not in headers
+
+
+@contextmanager
+def slow_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """To read a body of over 1000 bytes takes until the event is set. Gives it, once there is no
+    other in the way.
+    """
+    gate, json_of = threading.Event(), service.json_of
+
+    def slow(body: bytes) -> Any:
+        assert len(body) < 1000 or gate.wait(60)
+        return json_of(body)
+
+    monkeypatch.setattr(service, "json_of", slow)
+    monkeypatch.setattr(service, "LARGE_BODY", 1000)
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+LARGE = SHORT | {"user": "a" * 1000}
+
+
+def test_large_bodies_do_not_keep_small_ones_waiting(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor each other, once their clients have left."""
+    with slow_reader(monkeypatch) as gate:
+        links = [server.connect(COMPLETIONS, SECRET, **LARGE) for _ in range(6)]
+        status, _, _ = server.ask("POST", COMPLETIONS, SHORT, **KEY)
+        assert status == 200
+        for link in links[1:]:
+            link.close()
+        until(lambda: len(server.server.server_state.tasks) == 1)
+        begun: list[bytes] = []
+        monkeypatch.setattr(service, "json_of", lambda body: (begun.append(body), json_of(body))[1])
+        gate.set()
+        with links[0]:
+            read_until(links[0], b'"finish_reason": "length"')
+        assert server.ask("POST", COMPLETIONS, LARGE, **KEY)[0] == 200
+    assert len(begun) == 1
+
+
+def test_shutdown_ends_requests_that_are_being_read(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no stream yet. Clients are told, whatever their body takes."""
+    with slow_reader(monkeypatch), live_server(tiny("llama"), drain_seconds=0.2) as server:
+        links = [
+            server.connect(path, **LARGE | {"messages": [{"role": "user", "content": "a"}]})
+            for path in (COMPLETIONS, MESSAGES, f"{MESSAGES}/count_tokens")
+        ]
+        until(lambda: len(server.server.server_state.tasks) == 3)
+        server.server.should_exit = True
+        for link in links:
+            with link:
+                answer = rest_of(link)
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"server_stopping" in answer or b"overloaded_error" in answer
+
+
+def test_a_chat_of_more_messages_than_tokens_is_not_rendered(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.service.prompts, "rendered", None)
+    messages = [{"role": "user", "content": ""}] * 2000
+    status, _, data = server.ask("POST", CHAT, {"messages": messages}, **KEY)
+    assert status == 400 and b"context_length_exceeded" in data
+
+
+@pytest.mark.parametrize("more", [b"\r\n", b"GET /health HTTP/1.1\r\n"])
+def test_a_client_that_began_another_request_and_left_is_noticed(
+    server: LiveServer, more: bytes
+) -> None:
+    with held(server):
+        with server.connect(COMPLETIONS, SECRET, **LONG) as link:
+            until(lambda: server.service.open.num_texts == 1)
+            link.sendall(more)
+            time.sleep(0.05)
+        until(lambda: server.service.open.num_texts == 0)
+
+
+def test_what_a_client_sends_ahead_has_an_end(server: LiveServer) -> None:
+    """While its request is answered, a megabyte of the next one stays in its socket."""
+    with held(server), server.connect(COMPLETIONS, SECRET, **LONG) as link:
+        until(lambda: server.service.open.num_texts == 1)
+        link.settimeout(1)
+        with pytest.raises(TimeoutError):
+            for _ in range(500):
+                link.sendall(b"a" * (1 << 16))
 
 
 def test_a_body_in_chunks_is_counted_too(server: LiveServer) -> None:

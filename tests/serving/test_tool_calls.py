@@ -206,8 +206,8 @@ def test_thoughts_that_are_not_wanted_are_not_in_the_log_probabilities(seed: int
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"tools": "now"}, "tools must be a list of at most 128, got 'now'"),
-        ({"tools": [{"type": "function", "function": {"name": "a.b"}}]}, "must be 1 to 64 of"),
+        ({"tools": "now"}, "tools must be a list of at most 1024, got 'now'"),
+        ({"tools": [{"type": "function", "function": {"name": "a.b"}}]}, "must be 1 to 128 of"),
         ({"tools": [], "tool_choice": "required"}, "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "rm"}}}, "'rm', which is not"),
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "exclude each"),

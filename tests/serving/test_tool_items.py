@@ -157,7 +157,7 @@ def test_thinking_is_a_budget_and_a_variable_of_the_template() -> None:
             {"tools": [{"type": "web_search_20250305", "name": "w"}]},
             'tools[0] must be {"name": ..., "input_schema": ...}, got \'web_search_20250305\'',
         ),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be 1 to 64"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be 1 to 128"),
         ({"tools": [{"name": "a", "input_schema": 5}]}, "tools[0].input_schema must be the JSON"),
         ({"tools": CLAUDES, "tool_choice": "auto"}, "tool_choice must be an object whose type is"),
         ({"tools": CLAUDES, "tool_choice": {"type": "tool"}}, "which is not one of tools"),
