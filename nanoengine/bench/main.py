@@ -58,10 +58,9 @@ def run(args: argparse.Namespace) -> None:
     for name in ("json", "record"):
         check_file(f"--{name}", getattr(args, name, None))
     result = args.run(args)
-    line = json.dumps(result)
+    print(json.dumps(result))
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
-    print(line)
 
 
 def offline(args: argparse.Namespace) -> dict[str, Any]:

@@ -35,6 +35,14 @@ def check_file(flag: str, path: str | Path | None) -> None:
         raise ConfigError(f"{flag} {path} is a folder; give a file in it")
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path}: there is no folder for such a file")
+    if path is not None:
+        is_new = not Path(path).exists()
+        try:
+            Path(path).open("a").close()
+        except OSError as error:
+            raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}") from error
+        if is_new:
+            Path(path).unlink()
 
 
 def first_difference(ids: Sequence[int], other: Sequence[int] | None) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -340,6 +341,6 @@ def _adder(group: Any) -> Callable[..., None]:
 def _lengths(text: str) -> list[int]:
     """ "1024,2048" as [1024, 2048], each once."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+    if not all(re.fullmatch("0*[1-9][0-9]{0,8}", part) for part in parts):
         raise argparse.ArgumentTypeError(f"must be like 4096 or 1024,2048, got {shown(text)}")
     return list(dict.fromkeys(map(int, parts)))

@@ -22,7 +22,7 @@ import numpy as np
 
 from nanoengine.bench.report import versions
 from nanoengine.bench.workload import random_requests
-from nanoengine.errors import EngineError
+from nanoengine.errors import ConfigError, EngineError
 
 PERCENTILES = (50, 90, 99)
 END = "[DONE]"
@@ -118,6 +118,8 @@ async def _ask_all(
 ) -> tuple[list[Answered], float, float]:
     """All answers, the seconds that they took, and those of this process's CPU."""
     room = asyncio.Semaphore(args.max_concurrency or len(asked))
+    if args.api_key and not args.api_key.isascii():
+        raise ConfigError("--api-key must be ASCII, as HTTP's headers are")
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx2.AsyncClient(

@@ -10,6 +10,7 @@ import argparse
 import os
 import shlex
 import sys
+from io import TextIOWrapper
 
 from nanoengine.cli.answers import Model, Statistics, open_model
 from nanoengine.cli.flags import engine_config, sampling_settings
@@ -41,6 +42,7 @@ def chat(args: argparse.Namespace) -> int:
         talk = Conversation(model, args.system)
         if sys.stdin.isatty():
             _use_line_editing()
+        _read_any_bytes()
         while _take_message(talk):
             pass
     return 0
@@ -139,6 +141,12 @@ def read_message() -> str | None:
             return None
         lines.append(more)
     return "\n".join(lines).removesuffix(QUOTES).strip("\n")
+
+
+def _read_any_bytes() -> None:
+    """Text that is not UTF-8 is refused as a message, and does not end the chat."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def _read_line(prompt: str) -> str | None:

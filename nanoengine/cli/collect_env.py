@@ -12,7 +12,7 @@ from importlib import metadata
 import nanoengine
 from nanoengine.cli.flags import OTHER_VARIABLES, PREFIX
 from nanoengine.config.engine import GIB, NAMES, in_gib
-from nanoengine.errors import counted
+from nanoengine.errors import ConfigError, counted
 
 PACKAGES = (
     "torch",
@@ -80,7 +80,10 @@ def _cache() -> str:
     folder = next(cache_folders(), None)
     if folder is None:
         return "none"
-    limit = f"{cache_limit() / GIB:g} GiB (${LIMIT_VARIABLE})"
+    try:
+        limit = f"{cache_limit() / GIB:g} GiB (${LIMIT_VARIABLE})"
+    except ConfigError as error:
+        limit = str(error)
     return f"{folder}: {in_gib(disk_bytes(folder))} of at most {limit}"
 
 

@@ -213,7 +213,7 @@ def read_settings(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"--config {path} cannot be read: {reason}") from error
     if content is None:

@@ -272,13 +272,24 @@ class Multipliers:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """names: of modules, or parts of their names; patterns: of names. See loading/left_out.py."""
+
+    names: frozenset[str] = frozenset()
+    patterns: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.names or self.patterns)
+
+
+@dataclass(frozen=True, slots=True)
 class LeftOut:
     """What a quantization_config lists: entries: the modules that stayed numbers; only: those that
-    alone did not, () for all. See loading/left_out.py.
+    alone did not, none for all.
     """
 
-    entries: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()
+    entries: ModuleNames = ModuleNames()
+    only: ModuleNames = ModuleNames()
 
 
 GIVEN = -1
@@ -411,7 +422,7 @@ class ModelConfig:
     def attention_layers(self) -> list[int]:
         """The layers with attention, that of the head for multi-token prediction last."""
         layers = range(self.num_layers + self.has_mtp)
-        without = () if self.attends_beside else self.recurrent_layers
+        without = frozenset(() if self.attends_beside else self.recurrent_layers)
         return [layer for layer in layers if layer not in without]
 
     @property

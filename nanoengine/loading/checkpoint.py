@@ -185,7 +185,8 @@ class CheckpointReader:
             if not self.code_format(name) or len(shape) != 2:
                 return shape
             weights, num_bytes = FORMATS[self.code_format(name)]
-            return shape[0], shape[1] // num_bytes * weights
+            num_blocks, rest = divmod(shape[1], num_bytes)
+            return shape if rest else (shape[0], num_blocks * weights)
         entry = shape if part.index is None else shape[1:]
         rows, *columns = reversed(entry) if part.is_turned else entry
         if part.scales:
@@ -211,6 +212,11 @@ class CheckpointReader:
         dtypes = PACKED_DTYPES if part.scales else self.dtypes
         if self.code_format(name):
             dtypes = CODE_DTYPES
+            if len(self._slice(part.stored).get_shape()) != 2:
+                raise WeightMismatchError(
+                    f"{self.folder}: tensor {name!r} is no matrix, and {CODES_KEY!r} of its file "
+                    "says that it is codes"
+                )
         for whole in filter(None, (part.stored, part.scales)):
             stored = str(self._slice(whole).get_dtype())
             if stored not in dtypes:
@@ -336,7 +342,7 @@ def ignorable_tensors(config: ModelConfig, stored: Iterable[str] = ()) -> tuple[
     has_one = bool(ARCHITECTURES[config.architecture].mtp)
     shared = (i for i, shape in enumerate(config.shapes) if shape.source != i)
     unread = (f"model.layers.{i}.self_attn.{part}" for i in shared for part in ("k_", "v_"))
-    return (*COMPUTED_BUFFERS, *tied, *(heads if has_one else ()), *unread)
+    return (*COMPUTED_BUFFERS, *UNUSED, *tied, *(heads if has_one else ()), *unread)
 
 
 def check_names(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nanoengine.config.model import ExpertsConfig, ModelConfig
-from nanoengine.errors import CorruptModelError, UnsupportedModelError, shown
+from nanoengine.errors import CorruptModelError, UnsupportedModelError, is_one_of, shown
 from nanoengine.loading.checkpoint import ALL_ROWS, Part, Rows
 from nanoengine.loading.mixers import EXPERTS
 from nanoengine.loading.mxfp4 import GROUP
@@ -20,6 +20,7 @@ from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import CheckedJson
 
 MAX_EXPERTS = 10_000
+MAX_OF_ALL_LAYERS = 200_000  # each has a few tensors, which are listed before the files are read
 COUNTS = ("moe_num_experts", "num_local_experts", "n_routed_experts", "num_experts")
 PACKED_EXPERTS = ("experts.gate_up_proj_blocks", "experts.down_proj_blocks")  # ends of names
 MLP_KINDS = {"dense", "sparse"}
@@ -46,6 +47,11 @@ def read_experts(
     if content.get(given) == 0 or len(dense) == num_layers:
         return None
     count, inner = content.size(given, limit=MAX_EXPERTS), content.size(names.inner_size)
+    if (total := count * (num_layers - len(dense))) > MAX_OF_ALL_LAYERS:
+        raise CorruptModelError(
+            f"{content.path}: {total} experts in {num_layers} layers are more than the "
+            f"{MAX_OF_ALL_LAYERS} that are read"
+        )
     scoring, shared = content.get(names.scoring_key) if names.scoring_key else names.scoring, 0
     is_scaled = names.shared == "shared_experts" or scoring == "sigmoid"
     if names.shared_size:
@@ -125,7 +131,11 @@ def dense_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
     """
     kinds = content.get("mlp_layer_types")
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != num_layers or {*kinds} - MLP_KINDS:
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != num_layers
+            or not all(is_one_of(kind, MLP_KINDS) for kind in kinds)
+        ):
             raise CorruptModelError(
                 f'{content.path}: \'mlp_layer_types\' must have "dense" or "sparse" for each of '
                 f"{num_layers} layers, not {shown(kinds)}"

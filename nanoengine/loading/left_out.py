@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
-from nanoengine.config.model import LeftOut
+from nanoengine.config.model import LeftOut, ModuleNames
 from nanoengine.loading.wrappers import PREFIXES
 
 LEFT_OUT = (
@@ -22,7 +22,11 @@ LEFT_OUT = (
 ONLY = "modules_in_block_to_quantize"  # GPTQ's: lists of names
 PATTERN, ANY = "re:", "Linear"  # compressed-tensors'
 ANYTHING = "*"  # in ModelOpt's names
-MAX_PATTERN, MAX_REPEATS = 200, 4
+DYNAMIC, NUMBERS_OF = "dynamic", "-:"  # GPTQ's rules: the patterns of those that stay numbers
+MAX_PATTERN, MAX_PATTERNS = 200, 64
+# Repeats in a pattern. A name of 60 characters is tried in about as many ways as it has characters
+# to that power; one with numbers is tried for the modules of each layer, others for one of them.
+MAX_REPEATS, MAX_WITH_NUMBERS = 4, 2
 MODULE = ".weight"
 
 
@@ -31,9 +35,23 @@ def read_left_out(quantised: object) -> LeftOut:
     if not isinstance(quantised, dict):
         return LeftOut()
     entries = [entry for key in LEFT_OUT for entry in _strings(quantised.get(key))]
+    rules = quantised.get(DYNAMIC)
+    left = (key for key in rules if key.startswith(NUMBERS_OF)) if isinstance(rules, dict) else ()
+    entries += (PATTERN + key.removeprefix(NUMBERS_OF) for key in left)
     targets = [group.get("targets") for group in groups_of(quantised)]
     only = [*_strings(quantised.get(ONLY)), *_strings(targets)]
-    return LeftOut(tuple(entries), () if ANY in only else tuple(only))
+    return LeftOut(_sorted(entries), ModuleNames() if ANY in only else _sorted(only))
+
+
+def _sorted(entries: Iterable[str]) -> ModuleNames:
+    """Names, and the first MAX_PATTERNS patterns, which are those with stars as well."""
+    names, patterns = set(), dict[str, None]()
+    for entry in entries:
+        if entry.startswith(PATTERN) or ANYTHING in entry:
+            patterns[entry] = None
+        elif parts := entry.strip("."):
+            names.add(parts)
+    return ModuleNames(frozenset(names), tuple(patterns)[:MAX_PATTERNS])
 
 
 def _strings(listed: object) -> Iterator[str]:
@@ -66,29 +84,45 @@ def _names(module: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((module, *wrapped)))
 
 
-def _is_among(names: tuple[str, ...], entries: Iterable[str]) -> bool:
-    return any(_means(entry, name) for entry in entries for name in names)
+def _is_among(names: tuple[str, ...], listed: ModuleNames) -> bool:
+    if listed.names and any(not listed.names.isdisjoint(_parts(name)) for name in names):
+        return True
+    return any(_means(entry, name) for entry in listed.patterns for name in names)
+
+
+def _parts(name: str) -> Iterator[str]:
+    """All parts of a name that stand between dots."""
+    parts = name.split(".")
+    for first in range(len(parts)):
+        for last in range(first, len(parts)):
+            yield ".".join(parts[first : last + 1])
 
 
 def _means(entry: str, name: str) -> bool:
-    """Whether an entry means this module: by a pattern from the name's beginning on, by a name with
-    stars, or by parts of the name.
+    """Whether a pattern fits this module from its name's beginning on, or a name with stars does.
+    Without digits they mean modules of all layers, or of all with as many digits.
     """
+    is_plain = not any(mark.isdigit() for mark in entry)
+    return _fits(entry, re.sub(r"\d", "0", name) if is_plain else name)
+
+
+@lru_cache(4096)
+def _fits(entry: str, name: str) -> bool:
     if entry.startswith(PATTERN):
         pattern = _pattern(entry.removeprefix(PATTERN))
         return pattern is not None and pattern.match(name) is not None
-    if ANYTHING in entry:
-        is_short = len(entry) <= MAX_PATTERN and entry.count(ANYTHING) <= MAX_REPEATS
-        return is_short and fnmatchcase(name, entry)
-    parts = entry.strip(".")
-    return bool(parts) and f".{parts}." in f".{name}."
+    is_short = len(entry) <= MAX_PATTERN and entry.count(ANYTHING) <= MAX_REPEATS
+    return is_short and fnmatchcase(name, entry)
 
 
 @lru_cache(64)
 def _pattern(text: str) -> re.Pattern[str] | None:
     """None if it is none, or could take long: with repeated groups, or with many repeats."""
-    is_long = len(text) > MAX_PATTERN or sum(map(text.count, "*+{?")) > MAX_REPEATS
-    if is_long or re.search(r"\)[*+{?]|\\\d", text.replace(r"\d", "")):
+    has_numbers = any(mark.isdigit() for mark in text)
+    num_repeats = sum(map(text.count, "*+{?"))
+    if len(text) > MAX_PATTERN or num_repeats > (MAX_WITH_NUMBERS if has_numbers else MAX_REPEATS):
+        return None
+    if re.search(r"\)[*+{?]|\\\d", text.replace(r"\d", "")):
         return None
     try:
         return re.compile(text)

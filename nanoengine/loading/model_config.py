@@ -64,7 +64,7 @@ from nanoengine.models.families import OUT_IS_TILED
 from nanoengine.text.checked_json import CheckedJson, has_file, read_json_if_any
 from nanoengine.text.tokenizer_files import read_eos_id
 
-MAX_LAYERS = 10_000
+MAX_LAYERS = 1000
 DOUBLES = "linear_allow_neg_eigval"  # RecurrentConfig's doubles_steps
 SIZES = ("num_attention_heads", "hidden_size", "vocab_size")
 LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")

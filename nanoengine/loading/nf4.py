@@ -142,7 +142,7 @@ class Nf4Reader(CheckpointReader):
             return scales.float()
         each = self._beside(part, SCALES_OF_SCALES, -(-count // state.block_of_scales))
         levels = self._beside(part, LEVELS_OF_SCALES, 256)
-        each = each.repeat_interleave(state.block_of_scales)[:count]
+        each = each.repeat_interleave(min(state.block_of_scales, count))[:count]
         return levels[scales.int()] * each + state.offset
 
     def _beside(self, part: Part, end: str, count: int) -> Tensor:
@@ -154,11 +154,18 @@ class Nf4Reader(CheckpointReader):
                 f"{self.folder}: {stored!r} "
                 + ("is missing" if found is None else f"has {len(found)} numbers, not {count}")
             )
+        if not (found.is_floating_point() or (end == SCALES and found.dtype is torch.uint8)):
+            raise WeightMismatchError(f"{self.folder}: {stored!r} is {found.dtype}, no floats")
         return found
 
     def _state(self, stored: str) -> _State:
         if stored not in self._states:
-            text = bytes(self._whole(stored + STATE).flatten().tolist())
+            held = self._whole(stored + STATE)
+            if held.dtype is not torch.uint8:
+                raise WeightMismatchError(
+                    f"{self.folder}: {stored + STATE!r} is {held.dtype}, not uint8"
+                )
+            text = bytes(held.flatten().tolist())
             self._states[stored] = _read_state(self.folder / (stored + STATE), text)
         return self._states[stored]
 

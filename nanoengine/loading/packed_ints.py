@@ -17,8 +17,9 @@ from torch import Tensor
 
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.checkpoint import UNUSED, CheckpointReader, Part
-from nanoengine.loading.left_out import groups_of
+from nanoengine.loading.left_out import DYNAMIC, NUMBERS_OF, groups_of
 from nanoengine.models.stored_codes import CodedRows, CodedWeight, Weight, integer_rows
+from nanoengine.text.checked_json import MAX_SIZE
 
 WORD_BITS, WORD = 32, "I32"
 INPUTS_AT_ONCE = 1024  # that are dequantised
@@ -75,7 +76,7 @@ def packed_format(config: object) -> PackedFormat | None:
     if method == "compressed-tensors":
         return _of_groups(config) if config.get("format") == "pack-quantized" else None
     group = _group(config.get("group_size"))
-    if group is None or config.get("dynamic"):
+    if group is None or not only_leaves_out(config.get(DYNAMIC)):
         return None
     if method == "awq" and bits == 4 and config.get("version", "gemm") in ("gemm", "GEMM"):
         return PackedFormat(method, 4, group)
@@ -86,9 +87,15 @@ def packed_format(config: object) -> PackedFormat | None:
     return None
 
 
+def only_leaves_out(rules: object) -> bool:
+    """Whether GPTQ's rules for modules say no more than which of them stay numbers."""
+    listed = rules if isinstance(rules, dict) else {} if rules is None else {"": rules}
+    return all(key.startswith(NUMBERS_OF) or value == {} for key, value in listed.items())
+
+
 def _group(size: object) -> int | None:
     """PackedFormat's; -1 says that all inputs share a scale."""
-    if type(size) is not int or (size < 1 and size != -1):
+    if type(size) is not int or not (size == -1 or 1 <= size <= MAX_SIZE):
         return None
     return max(size, 0)
 

@@ -32,10 +32,11 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     shapes.update(_input_shapes(config))
+    recurrent, attending = map(frozenset, (config.recurrent_layers, config.attention_layers))
     for layer in range(config.num_layers):
-        if layer in config.recurrent_layers:
+        if layer in recurrent:
             shapes.update(_recurrent_shapes(config, f"model.layers.{layer}.linear_attn."))
-        if layer in config.attention_layers:
+        if layer in attending:
             shapes.update(_attention_shapes(config, layer))
         shapes.update(_other_shapes(config, layer))
     if config.has_mtp:

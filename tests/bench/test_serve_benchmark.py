@@ -199,6 +199,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_run(flag: str, tmp_pat
     told = {
         tmp_path: " is a folder; give a file in it",
         tmp_path / "none" / "x.json": ": there is no folder for such a file",
+        Path("/proc/x.json"): " cannot be written: ",
     }
     for path, text in told.items():
         with pytest.raises(ConfigError, match=f"{flag} {path}{text}"):

@@ -227,6 +227,19 @@ def test_a_message_that_does_not_fit_is_dropped_and_the_chat_goes_on(
     assert err.startswith("error: ") and "(/reset begins anew)" in err and err.count("\n") == 1
 
 
+def test_bytes_that_are_no_text_are_one_message(folder: Path) -> None:
+    """Where Python itself would end at them, as in most locales."""
+    done = subprocess.run(
+        [sys.executable, "-m", "nanoengine", "chat", str(folder), *FLAGS],
+        input=b"Hello\ncaf\xe9\nHello\n",
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+        check=False,
+    )
+    assert done.returncode == 0 and done.stdout.count(b"\n") >= 2
+    assert done.stderr.count(b"error: ") == 1 and b"surrogate" in done.stderr
+
+
 def test_a_model_without_a_template_names_the_other_command(
     folder: Path,
     tmp_path: Path,

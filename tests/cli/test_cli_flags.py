@@ -99,6 +99,8 @@ def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> No
         ("a: [", "cannot be read"),
         ("1: 2", "the name of a setting is a string"),
         ("? [a]\n: b", "cannot be read"),
+        ("seed: 2020-13-41", "cannot be read"),
+        ("[" * 3000, "cannot be read"),
     ],
 )
 def test_a_bad_file_is_an_error_of_use(tmp_path: Path, content: str, text: str) -> None:

@@ -606,6 +606,34 @@ def test_an_absurd_array_is_refused_at_once(llama: GGUFModel, tmp_path: Path, le
     assert time.process_time() - start < 5
 
 
+@pytest.mark.parametrize(
+    ("key", "counts", "is_refused"),
+    [
+        ("llama.odd", [100_000], False),
+        ("llama.odd", [60_000, 60_000], True),
+        ("tokenizer.odd", [120_000], False),
+        ("tokenizer.odd", [3_000_000, 3_000_000], True),
+    ],
+)
+def test_arrays_of_metadata_have_a_sum(
+    llama: GGUFModel, tmp_path: Path, key: str, counts: list[int], is_refused: bool
+) -> None:
+    """The `gguf` package makes an object of each element, and nobody may read it."""
+    path = llama.write(tmp_path / "m.gguf")
+    data = path.read_bytes()
+    num_tensors, num_fields = struct.unpack_from("<QQ", data, 8)
+    arrays = b""
+    for number, count in enumerate(counts):
+        name = f"{key}{number}".encode()
+        arrays += struct.pack("<Q", len(name)) + name + struct.pack("<IIQ", 9, 0, count)
+        arrays += bytes(count)
+    head = data[:8] + struct.pack("<QQ", num_tensors, num_fields + len(counts))
+    path.write_bytes(head + arrays + data[24:])
+    with pytest.raises(CorruptModelError) as told:  # behind them is less than the padding says
+        check_structure(path)
+    assert ("array elements in the metadata" in str(told.value)) == is_refused
+
+
 def test_a_shape_is_read_without_the_vocabulary(
     llama: GGUFModel, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from driver import small_engine
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY
@@ -47,6 +48,7 @@ from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import packaged_gguf
 from nanoengine.loading.refused import families
 from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.models.stored_codes import CODES_KEY
 from nanoengine.models.weight_shapes import weight_shapes
 
 Tiny = Callable[[str], Path]
@@ -840,8 +842,45 @@ def test_damaged_end_tokens_are_refused(tmp_path: Path, name: str, content: Any)
 
 def test_a_number_of_layers_that_no_model_has_is_refused_at_once(tmp_path: Path) -> None:
     """Names of all tensors of so many layers would fill the memory."""
-    with pytest.raises(CorruptModelError, match=r"num_hidden_layers.* within 1 to 10000"):
-        config_of(tmp_path, {"num_hidden_layers": 10_001})
+    with pytest.raises(CorruptModelError, match=r"num_hidden_layers.* within 1 to 1000"):
+        config_of(tmp_path, {"num_hidden_layers": 1001})
+
+
+def test_so_is_a_number_of_experts(tmp_path: Path) -> None:
+    """Of all layers together: each number alone would be one that is read."""
+    qwen = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 2}
+    qwen |= {"moe_intermediate_size": 8, "num_hidden_layers": 1000, "num_experts": 1000}
+    with pytest.raises(CorruptModelError, match="1000000 experts in 1000 layers are more than"):
+        config_of(tmp_path, qwen)
+    with pytest.raises(CorruptModelError, match="'mlp_layer_types' must have"):
+        config_of(tmp_path, qwen | {"mlp_layer_types": [["sparse"]] * 1000})
+
+
+def test_names_of_many_recurrent_layers_come_at_once(tmp_path: Path) -> None:
+    kinds = ["linear_attention", "full_attention"] * 500
+    model = config_of(
+        tmp_path,
+        {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 1000, "layer_types": kinds},
+    )
+    start = time.process_time()
+    assert len(weight_shapes(model)) > 10_000
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "match"),
+    [("model.norm.weight", (64,), "is no matrix"), ("lm_head.weight", (260, 67), "260, 67")],
+)
+def test_what_cannot_be_codes_is_not_read_as_codes(
+    tiny: Tiny, tmp_path: Path, name: str, shape: tuple[int, ...], match: str
+) -> None:
+    """Whatever the file's metadata says."""
+    shutil.copytree(tiny("llama"), tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(path) | {name: torch.zeros(shape, dtype=torch.uint8)}
+    save_file(tensors, path, {"format": "pt", CODES_KEY: json.dumps({name: "Q8_0"})})
+    with pytest.raises(WeightMismatchError, match=match):
+        small_engine(tmp_path / "m")
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

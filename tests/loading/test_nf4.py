@@ -177,6 +177,18 @@ def test_other_levels_and_blocks_leave_numbers(tiny: Tiny, tmp_path: Path) -> No
         assert reader.form(UP) == "F32"
 
 
+def test_a_block_of_scales_longer_than_the_weight_takes_no_memory(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    ours, _, said = make(tiny("llama"), tmp_path)
+    with open_checkpoint(ours, read_model_config(ours)) as reader:
+        held = reader._whole(f"{UP}.quant_state.bitsandbytes__nf4")
+    state = json.loads(bytes(held.tolist())) | {"nested_blocksize": 10**23}
+    change(ours, {".quant_state.bitsandbytes__nf4": in_bytes(state)})
+    with open_checkpoint(ours, read_model_config(ours)) as reader:
+        assert torch.equal(reader.tensor(UP), said[UP])
+
+
 STATE = {"shape": [128, 64], "blocksize": 64}
 
 
@@ -186,6 +198,8 @@ STATE = {"shape": [128, 64], "blocksize": 64}
         ({".absmax": None}, r"up_proj.weight.absmax' is missing"),
         ({".quant_map": torch.ones(3)}, r"weight.quant_map' has 3 numbers, not 16"),
         ({".nested_absmax": torch.ones(9)}, r"nested_absmax' has 9 numbers, not 1"),
+        ({".quant_map": torch.ones(16).int()}, r"quant_map' is torch.int32, no floats"),
+        ({".quant_state.bitsandbytes__nf4": torch.ones(9)}, r"nf4' is torch.float32, not uint8"),
         ({"": torch.ones(5, 1).byte()}, r"holds 10 weights of 4 bits, not the "),
         *(
             ({".quant_state.bitsandbytes__nf4": in_bytes(state)}, "is not the state of a matrix")

@@ -317,6 +317,11 @@ def test_what_quantised_nothing_but_kv_is_numbers(tiny: Tiny, tmp_path: Path) ->
     only_kv = BESIDE | {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (tmp_path / "m" / "hf_quant_config.json").write_text(json.dumps(only_kv))
     assert read_model_config(tmp_path / "m").codes == ""
+    path = tmp_path / "m" / "model.safetensors"
+    layer = "model.layers.0.self_attn."
+    scales = {f"{layer}{part}_proj.{part}_scale": torch.ones(1) for part in "kv"}
+    save_file(load_file(path) | scales, path, {"format": "pt"})
+    LLMEngine(tmp_path / "m", device="cpu").close()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from torch import Tensor
 from nanoengine import SamplingParams
 from nanoengine.cli.main import main
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
+from nanoengine.loading.left_out import stays_numbers
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packed_ints import PackedReader, packed_format
 from nanoengine.models.stored_codes import CodedWeight, numbers_of
@@ -416,7 +417,9 @@ def test_damage_is_refused(
         {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
         {"quant_method": "awq", "bits": 4},
         GPTQ | {"bits": 3},
-        GPTQ | {"dynamic": {"-:.*down.*": {}}},
+        GPTQ | {"dynamic": {"-:.*down.*": {}, "+:.*up.*": {"bits": 8}}},
+        GPTQ | {"dynamic": ["-:.*down.*"]},
+        GPTQ | {"group_size": 10**30},
         GPTQ | {"checkpoint_format": "marlin"},
         of_tensors(INT4 | {"symmetric": "no"}),
         of_tensors(INT4 | {"group_size": None}),
@@ -431,6 +434,19 @@ def test_other_layouts_are_refused(tiny: Tiny, tmp_path: Path, config: dict[str,
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
     with pytest.raises(UnsupportedModelError, match="were quantised in this way are not read"):
         read_model_config(tmp_path / "m")
+
+
+def test_rules_that_leave_modules_out_are_read(tiny: Tiny, tmp_path: Path) -> None:
+    """GPTQModel's: which tensors are packed says the file, and without one these rules."""
+    ours, _ = both_kinds(tiny, "llama", KINDS["gptq"], tmp_path)
+    path, dynamic = ours / "config.json", {r"-:.*\.self_attn\..*": {}, ".*": {}}
+    content = json.loads(path.read_text())
+    content["quantization_config"]["dynamic"] = dynamic
+    path.write_text(json.dumps(content))
+    small_engine(ours).close()
+    left_out = read_model_config(ours).left_out
+    assert stays_numbers("model.layers.1.self_attn.q_proj.weight", left_out)
+    assert not stays_numbers("model.layers.1.mlp.up_proj.weight", left_out)
 
 
 ROTATIONS = [

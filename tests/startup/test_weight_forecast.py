@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,16 @@ SLOW = r"re:(.*a)*b"
         ({"ignore": [r"re:linear_attn"]}, LAYER, False),
         ({"ignore": ["re:(", SLOW, f"re:{'a*' * 9}b", "Linear"]}, LAYER, False),
         ({"ignored_layers": ["self_attn.out_proj"]}, LAYER, False),
+        ({"ignored_layers": ["4"]}, LAYER, True),
+        ({"ignored_layers": ["attn.out_proj"]}, LAYER, False),
+        ({"ignore": [r"re:.*layers\.\d\.linear.*"]}, LAYER, True),
+        ({"ignore": [r"re:.*layers\.\d\.linear.*"]}, LAYER.replace("4", "41"), False),
+        ({"ignore": ["re:.*layers.5.*"]}, LAYER, False),
+        ({"ignore": ["re:.*layers.4.*"]}, LAYER, True),
+        ({"exclude_modules": ["*layers.4*"]}, LAYER, True),
+        ({"exclude_modules": ["*layers.5*"]}, LAYER, False),
+        ({"dynamic": {r"-:.*linear_attn\..*": {}}}, LAYER, True),
+        ({"dynamic": {r"+:.*linear_attn\..*": {"bits": 8}}}, LAYER, False),
         ({"modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]}, LAYER, True),
         ({"modules_in_block_to_quantize": [["linear_attn.out_proj"]]}, LAYER, False),
         ({"config_groups": {"0": {"targets": ["Linear"]}}}, LAYER, False),
@@ -169,6 +180,23 @@ def test_lists_name_modules_in_the_ways_of_their_tools(
     listed: dict[str, Any], name: str, is_left_out: bool
 ) -> None:
     assert stays_numbers(name, read_left_out(listed)) is is_left_out
+
+
+SLOW_LISTS = [
+    {"ignore": [f"re:{'.*' * 4}{mark}" for mark in "!#$%&"] * 20},
+    {"ignore": [f"re:.*.*{number}!" for number in range(1000)]},
+    {"ignore": [f"model.layers.{i}.mlp.experts.{j}" for i in range(100) for j in range(100)]},
+]
+
+
+@pytest.mark.parametrize("listed", SLOW_LISTS)
+def test_no_list_takes_long(listed: dict[str, Any]) -> None:
+    """Of a model with many experts."""
+    left_out, start = read_left_out(listed), time.process_time()
+    for layer in range(30):
+        for expert in range(128):
+            stays_numbers(f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight", left_out)
+    assert time.process_time() - start < 20
 
 
 @pytest.mark.parametrize("content", [None, "awq", 3, []])

@@ -16,7 +16,10 @@ from pathlib import Path
 from nanoengine.errors import CorruptModelError, UnsupportedModelError, counted
 from nanoengine.loading.refused import about_file
 
-MAX_COUNT = 10_000_000  # tensors, metadata entries, array elements, tensor dimensions
+MAX_COUNT = 10_000_000  # tensors, metadata entries, tensor dimensions
+# Array elements of the tokenizer's metadata together, and of all other metadata: `gguf` makes an
+# object of each, of some hundred bytes.
+MAX_OF_VOCABULARY, MAX_OF_OTHERS = 5_000_000, 100_000
 MAX_DIMS = 4
 MAX_SHOWN = 100  # bytes of a name in an error
 
@@ -62,13 +65,19 @@ def _read_fields(cursor: _Cursor, count: int) -> tuple[int, dict[int, int]]:
     alignment: int | None = 32
     keys = []
     vocabulary = {}
+    left = {True: MAX_OF_VOCABULARY, False: MAX_OF_OTHERS}
     for _ in range(count):
         keys.append(cursor.string())
         kind, start = cursor.uint32(), cursor.position
-        value = _skip_value(cursor, kind)
+        is_of_vocabulary = keys[-1].startswith(b"tokenizer.")
+        if kind == _ARRAY:
+            left[is_of_vocabulary] -= _skip_array(cursor, left[is_of_vocabulary])
+            value = None
+        else:
+            value = _skip_value(cursor, kind)
         if keys[-1] == b"general.alignment":
             alignment = value
-        elif keys[-1].startswith(b"tokenizer."):
+        elif is_of_vocabulary:
             vocabulary[start] = cursor.position
     _check_unique(cursor.path, "metadata key", keys)
     if not alignment or alignment & (alignment - 1):
@@ -173,8 +182,6 @@ def _skip_value(cursor: _Cursor, kind: int) -> int | None:
     """Step over one value; returns it if it is a uint32."""
     if kind == _STRING:
         cursor.string()
-    elif kind == _ARRAY:
-        _skip_array(cursor)
     elif kind in _SCALAR_BYTES:
         start = cursor.skip(_SCALAR_BYTES[kind])
         if kind == _UINT32:
@@ -184,9 +191,10 @@ def _skip_value(cursor: _Cursor, kind: int) -> int | None:
     return None
 
 
-def _skip_array(cursor: _Cursor) -> None:
+def _skip_array(cursor: _Cursor, most: int) -> int:
+    """Step over an array; returns its length, which must be at most `most`."""
     kind = cursor.uint32()
-    length = cursor.count("array elements")
+    length = cursor.count("array elements in the metadata", most)
     if kind == _STRING:
         for _ in range(length):
             cursor.skip(cursor.uint64())
@@ -194,6 +202,7 @@ def _skip_array(cursor: _Cursor) -> None:
         cursor.skip(length * _SCALAR_BYTES[kind])
     else:
         raise CorruptModelError(f"{cursor.path} is damaged: an array of value type {kind}")
+    return length
 
 
 def _read_tensor_info(cursor: _Cursor) -> _TensorInfo:
