@@ -39,7 +39,7 @@ class ResponsesWriter:
         parsers: ChatParsers,
     ) -> None:
         """parsers: of the model's answers."""
-        self._chat = request.chat
+        self._chat, self._spaces = request.chat, request.spaces
         self._params = request.chat.params
         self._token_bytes = token_bytes
         self._parsers = parsers
@@ -169,7 +169,7 @@ class ResponsesWriter:
         if item.kind is Kind.CONTENT:
             rest["logprobs"] = _without_bytes(item.entries)
         if item.kind is Kind.NAME:
-            rest = {"name": item.name, "arguments": item.text}
+            rest = self._named(item) | {"arguments": item.text}
         events = [self._event(f"{TEXTS[item.kind]}.done", **self._place(item), **rest)]
         if item.kind is not Kind.NAME:
             events.append(self._part_event("done", item, _part(item)))
@@ -192,12 +192,17 @@ class ResponsesWriter:
     def _item(self, item: Item, status: str) -> dict[str, Any]:
         head = {"id": self._id(item), "status": status}
         if item.kind is Kind.NAME:
-            call = {"call_id": item.id, "name": item.name, "arguments": item.text}
+            call = {"call_id": item.id, **self._named(item), "arguments": item.text}
             return head | {"type": "function_call"} | call
         content = {"content": [_part(item)]}
         if item.kind is Kind.REASONING:
             return head | {"type": "reasoning", "summary": []} | content
         return head | {"type": "message", "role": "assistant"} | content
+
+    def _named(self, item: Item) -> dict[str, Any]:
+        """The tool of a call, as the client knows it."""
+        space, name = self._spaces.get(item.name, (None, item.name))
+        return {"name": name} if space is None else {"name": name, "namespace": space}
 
     def _event(self, name: str, /, **data: Any) -> Event:
         number, self._number = self._number, self._number + 1

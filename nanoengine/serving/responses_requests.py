@@ -33,6 +33,7 @@ from nanoengine.serving.openai_requests import (
     with_effort,
 )
 from nanoengine.serving.tool_requests import call_of, responses_tools, result_of
+from nanoengine.serving.tool_spaces import Spaces, full_name, without_spaces
 from nanoengine.text.checked_json import MAX_DEPTH, is_deep
 
 TEXTS = ("input_text", "output_text", "text")  # types of parts
@@ -71,12 +72,13 @@ REFUSED: Refused = {
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
     """chat: what to generate. repeated: keys of the body that the answer has, too; format: of its
-    text, as the body has it.
+    text, as the body has it. spaces: of its tools.
     """
 
     chat: ChatRequest
     repeated: dict[str, Any]
     format: Any
+    spaces: Spaces
 
 
 def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
@@ -91,6 +93,7 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
     params |= form_in(text_format, TEXT_FORMAT)
     effort = _within(given, "reasoning", "effort", "summary", SUMMARY)
     is_parallel = read_flag(given, "parallel_tool_calls", True)
+    tools, spaces = without_spaces(given.get("tools"))
     chat = ChatRequest(
         _messages(given),
         params_from(
@@ -98,7 +101,7 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
         ),
         with_effort(template_kwargs(given), effort, "reasoning.effort"),
         **common_keys(given),
-        tools=responses_tools(given.get("tools"), given.get("tool_choice"), is_parallel),
+        tools=responses_tools(tools, given.get("tool_choice"), is_parallel),
     )
     if not isinstance(user := given.get("user", ""), str):
         raise InvalidParamsError(f"user must be a text, got {shown(user)}")
@@ -114,7 +117,8 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
                 f"{name} is nested too deeply for an answer that repeats it: the limit is "
                 f"{MAX_DEPTH - 1} levels"
             )
-    return ResponsesRequest(chat, repeated, PLAIN if text_format is None else text_format)
+    made = PLAIN if text_format is None else text_format
+    return ResponsesRequest(chat, repeated, made, spaces)
 
 
 def _within(
@@ -164,7 +168,8 @@ def _add(messages: list[dict[str, Any]], item: Any, index: int) -> None:
     where = f"input[{index}]"
     kind = item.get("type", "message") if isinstance(item, dict) else item
     if kind == "function_call":
-        call = call_of(item.get("call_id"), item.get("name"), item.get("arguments"), where)
+        name = full_name(item.get("namespace"), item.get("name"))
+        call = call_of(item.get("call_id"), name, item.get("arguments"), where)
         _last_answer(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         content = text_content(item.get("output"), TEXTS, f"{where}.output")

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from starlette.responses import JSONResponse
 from tool_models import CALL, TEMPLATE, TOOLS, tool_model
 
-from nanoengine.errors import RequestError
+from nanoengine.errors import InvalidParamsError, RequestError
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.messages_answers import MessagesWriter
@@ -333,3 +333,52 @@ def test_over_http(tiny: Callable[[str], Path], tmp_path: Path) -> None:
         status, answer = server.post(RESPONSES, input="Hi", tools=tools, tool_choice="required")
         assert status == 400, answer
         server.wait_until_idle()
+
+
+# -- spaces of tools
+
+SPACE: dict[str, Any] = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Of agents.",
+    "tools": [{"type": "function", "name": "close", "parameters": {"type": "object"}}],
+}
+OFFLINE = {"type": "web_search", "external_web_access": False}
+
+
+def test_functions_of_a_space_have_a_name_of_both() -> None:
+    """For the model; the answer names space and function, as the conversation does."""
+    said = {"type": "function_call", "call_id": "1", "namespace": "agents", "name": "close"}
+    items = [{"role": "user", "content": "a"}, said | {"arguments": "{}"}]
+    request = read_responses({"input": items, "tools": [SPACE, OFFLINE]}, SamplingParams())
+    assert request.chat.tools is not None
+    assert [*request.chat.tools.schemas] == ["agents__close"]
+    assert request.repeated["tools"] == [SPACE, OFFLINE]
+    (call,) = request.chat.messages[-1]["tool_calls"]
+    assert call["function"]["name"] == "agents__close"
+    text = '<tool_call>{"name": "agents__close", "arguments": {}}</tool_call>'
+    output = RequestOutput(0, "p", [1], [CompletionOutput(0, text, [1], "stop")], finished=True)
+    whole = ResponsesWriter(request, "7", "m", lambda _: b"", PARSERS).whole([output])
+    (made,) = whole["output"]
+    assert (made["namespace"], made["name"], made["arguments"]) == ("agents", "close", "{}")
+    writer = ResponsesWriter(request, "7", "m", lambda _: b"", PARSERS)
+    events = writer.begin(output, 0) + writer.of([StreamDelta(0, 0, text, (1,), "stop")], 0)
+    named = [data.get("item", data) for _, data in events]
+    found = [(each["namespace"], each["name"]) for each in named if "namespace" in each]
+    assert found and set(found) == {("agents", "close")}
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        (SPACE | {"name": 5}, "tools[0] must have a name and a list of tools"),
+        (SPACE | {"tools": None}, "tools[0] must have a name and a list of tools"),
+        (SPACE | {"tools": [OFFLINE]}, "tools[0].tools must be functions"),
+        (SPACE | {"name": "a b"}, "tools[0].name must be 1 to 128"),
+        (OFFLINE | {"external_web_access": True}, "the server runs no tools of its own"),
+        ({"type": "web_search"}, "the server runs no tools of its own"),
+    ],
+)
+def test_other_spaces_and_searches_are_refused(tool: Any, text: str) -> None:
+    with pytest.raises(InvalidParamsError, match=re.escape(text)):
+        read_responses({"input": "a", "tools": [tool]}, SamplingParams())
