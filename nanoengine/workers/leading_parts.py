@@ -21,6 +21,7 @@ from nanoengine.kv.step_plan import StepPlan, StepTransfers
 from nanoengine.kv.transfers import FailedTransfer
 from nanoengine.models.decoder import Model
 from nanoengine.models.mtp import MtpHead
+from nanoengine.models.products import Ends
 from nanoengine.workers.group import Group
 from nanoengine.workers.orders import Order
 from nanoengine.workers.step_record import StepRecord, encode
@@ -45,8 +46,12 @@ class LeadingDecoder:
     def __init__(self, decoder: Model, leader: Leader) -> None:
         self._decoder = decoder
         self._leader = leader
-        self.ends = decoder.ends
         self.mtp = LeadingHead(decoder.mtp, leader) if decoder.mtp else None
+
+    @property
+    def ends(self) -> Ends:
+        """Of this rank's part."""
+        return self._decoder.ends
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         kv = ctx.kv
