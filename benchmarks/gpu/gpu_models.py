@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 from checkpoints import reference, reference_logits
 from driver import Driver
 from mtp_models import with_head
@@ -110,6 +111,8 @@ def model_row(name: str, device: str) -> Row:
         }
         if name in WITH_HEAD:
             parts["mtp_head"] = lambda: by_head(path, exact, device)
+        if name.startswith("gemma4") and hasattr(transformers, "Gemma4AssistantConfig"):
+            parts["assistant"] = lambda: by_assistant(path, exact, device)
         row: Row = {"model": name}
         for part, check in parts.items():
             try:
@@ -148,6 +151,17 @@ def by_head(path: Path, exact: Any, device: str) -> Row:
     folder = with_head(path, path.parent, splits_experts=path.name == "glm4-moe")
     with mock.patch.object(PayingDrafts, "_number", lambda self: 2):
         found = in_float32(folder, exact, device, speculative="mtp:2")
+    return found | {"ok": found["ok"] and found["guessed"] > 0}
+
+
+def by_assistant(path: Path, exact: Any, device: str) -> Row:
+    """Two guesses of an assistant in each step, however bad they are."""
+    from assistants import write_assistant  # older releases of transformers have none
+
+    folder = write_assistant(path, path.parent / "assistant", has_centroids=True)
+    settings = {"speculative": "mtp:2", "draft_model": str(folder)}
+    with mock.patch.object(PayingDrafts, "_number", lambda self: 2):
+        found = in_float32(path, exact, device, **settings)
     return found | {"ok": found["ok"] and found["guessed"] > 0}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoengine.context import AttentionBackend
 from nanoengine.devices.device import Device
 from nanoengine.engine.draft_vocabulary import DraftVocabulary
-from nanoengine.engine.drafter import Drafts, SampledStates, draft_context, rows_of
+from nanoengine.engine.drafter import Drafts, SampledStates, draft_context, padded, rows_of
 from nanoengine.engine.sampler import Sampler
 from nanoengine.kv.open_step import DraftStep
 from nanoengine.models.assistant import Assistant
@@ -64,7 +64,8 @@ class AssistantDrafter:
             else:
                 tokens = rows_of(step, before, tokens, self.device)
                 given = rows_of(step, before, given, self.device)
-            made = self.assistant(ctx, *map(_padded, (tokens, given), [len(ctx.token_ids)] * 2))
+            num_rows = len(ctx.token_ids)
+            made = self.assistant(ctx, padded(tokens, num_rows), padded(given, num_rows))
             made = made[: len(seqs)]
             places = [at + 1 + number for at in step.positions]
             logits = self.assistant.logits(made, runs)
@@ -72,12 +73,3 @@ class AssistantDrafter:
             given = self.assistant.after(made)
             yield step, tokens
             before = step
-
-
-def _padded(rows: Tensor, num_rows: int) -> Tensor:
-    """With zeros after them."""
-    if len(rows) == num_rows:
-        return rows
-    padded = rows.new_zeros(num_rows, *rows.shape[1:])
-    padded[: len(rows)] = rows
-    return padded

@@ -160,3 +160,12 @@ def rows_of(step: DraftStep, before: DraftStep, made: Tensor, device: Device) ->
     if step.items == before.items:
         return made
     return made[device.tensor([*map(before.items.index, step.items)], torch.int64)]
+
+
+def padded(rows: Tensor, num_rows: int) -> Tensor:
+    """The rows, [rows, ...], with zeros after them."""
+    if len(rows) == num_rows:
+        return rows
+    made = rows.new_zeros(num_rows, *rows.shape[1:])
+    made[: len(rows)] = rows
+    return made

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoengine.context import AttentionBackend, ForwardContext
 from nanoengine.devices.device import Device
 from nanoengine.engine.draft_vocabulary import DraftVocabulary
-from nanoengine.engine.drafter import Drafts, SampledStates, draft_context, rows_of
+from nanoengine.engine.drafter import Drafts, SampledStates, draft_context, padded, rows_of
 from nanoengine.engine.sampler import Sampler
 from nanoengine.kv.open_step import DraftStep
 from nanoengine.models.mtp import MtpHead
@@ -65,12 +65,8 @@ class MtpDrafter:
         after the rows', int64 [rows]. given: as in MtpHead.
         """
         ctx = draft_context(seqs, step, self.attention, self.device)
-        num, num_padded = len(seqs), len(ctx.token_ids)
-        next_ids = tokens.new_zeros(num_padded)
-        next_ids[:num] = tokens
-        padded = given.new_zeros(num_padded, given.shape[1])
-        padded[:num] = given
-        return self.head(ctx, next_ids, padded)[:num]
+        num_rows = len(ctx.token_ids)
+        return self.head(ctx, padded(tokens, num_rows), padded(given, num_rows))[: len(seqs)]
 
     def _draw(
         self, made: Tensor, seqs: Seq[Sequence], positions: Seq[int], runs: Tensor | None

@@ -16,6 +16,7 @@ from marks import needs_no_gpu
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from assistants import write_assistant
 from mtp_models import with_head
 from tiny_model import TinyModel
 from virtual_gpu import Costs, VirtualGpu, VirtualStream
@@ -75,6 +76,19 @@ def times_of_drafts(made: LLMEngine, compute: VirtualStream) -> list[float]:
     return spent
 
 
+def drafted_batches(made: LLMEngine) -> list[ScheduledBatch]:
+    """The batches of further steps, once their drafts are under way."""
+    drafted: list[ScheduledBatch] = []
+    draft = made.runner.drafter.draft
+
+    def watched(batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
+        drafted.append(batch)
+        return draft(batch, steps)
+
+    made.runner.drafter.draft = watched
+    return drafted
+
+
 @pytest.mark.breadth
 @pytest.mark.parametrize("takes_turns", [False, True], ids=["together", "turns"])
 def test_no_draft_is_waited_for(
@@ -89,14 +103,7 @@ def test_no_draft_is_waited_for(
         wanted = [o.outputs[0].token_ids for o in Driver(plain).run(PROMPTS, PARAMS)]
     plain.close()
     made = engine(tiny("llama"), speculative=f"resident:{MOST}")
-    drafted: list[ScheduledBatch] = []
-    draft = made.runner.drafter.draft
-
-    def watched(batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
-        drafted.append(batch)
-        return draft(batch, steps)
-
-    made.runner.drafter.draft = watched
+    drafted = drafted_batches(made)
     gpu.strict, before = True, gpu.num_waits
     driver = Driver(made)
     outputs = driver.run(PROMPTS, PARAMS)
@@ -170,6 +177,45 @@ def test_no_guess_of_its_own_head_is_waited_for(
     gpu.strict = False
     assert [output.outputs[0].token_ids for output in outputs] == wanted
     assert waits <= driver.num_steps
+    assert all(output.metrics.num_guessed > MOST for output in outputs)
+    made.close()
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("has_centroids", [False, True])
+def test_no_guess_of_an_assistant_is_waited_for(
+    gpu: VirtualGpu,
+    tiny: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_centroids: bool,
+) -> None:
+    """They stay on the device, and the step after reads what attention looked at, as with drafts.
+    The tokens are those of a CPU without guesses.
+    """
+    path = tiny("gemma4-shared")
+    with gpu.left():
+        assistant = write_assistant(path, tmp_path / "assistant", has_centroids)
+        plain = engine(path, device="cpu", num_gpu_blocks=12)
+        wanted = [o.outputs[0].token_ids for o in Driver(plain).run(PROMPTS, PARAMS)]
+        plain.close()
+    monkeypatch.setattr(PayingDrafts, "_number", lambda self: MOST)
+    made = engine(
+        path,
+        speculative=f"mtp:{MOST}",
+        draft_model=str(assistant),
+        max_model_len=96,
+        num_gpu_blocks=12,
+    )
+    drafted = drafted_batches(made)
+    gpu.strict, before = True, gpu.num_waits
+    driver = Driver(made)
+    outputs = driver.run(PROMPTS, PARAMS)
+    waits = gpu.num_waits - before
+    gpu.strict = False
+    assert [output.outputs[0].token_ids for output in outputs] == wanted
+    num_rounds = sum(batch.num_drafts > 0 for batch in drafted)
+    assert waits <= driver.num_steps + num_rounds
     assert all(output.metrics.num_guessed > MOST for output in outputs)
     made.close()
 

@@ -14,14 +14,22 @@ from typing import Any
 import pytest
 import torch
 from assistants import said_by_transformers, watch_assistant, write_assistant
-from driver import STREAMED, Driver, small_engine
+from driver import Driver, small_engine
 from fixed_drafts import scored
+from guess_cases import (
+    DEBUG,
+    PARAMS,
+    PROMPTS,
+    everything,
+    in_two_tiers,
+    layouts,
+    plain,
+    run,
+)
 from marks import named, needs_compiler
 from mtp_models import half_right
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from nanoengine import SamplingParams
 from nanoengine.config.engine import GIB, EngineConfig, make_config
 from nanoengine.engine.assistant_drafter import AssistantDrafter
 from nanoengine.engine.draft_length import PayingDrafts
@@ -30,30 +38,12 @@ from nanoengine.errors import ConfigError, ModelLoadError
 from nanoengine.loading.assistant import read_assistant_of
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.assistant import CENTROIDS, ORDERING
-from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import ScheduledBatch
 from nanoengine.startup.forecast import Forecaster, Hardware
 
 MOST = 3
 FILE = "model.safetensors"
-PROMPTS = [[(7 * i + 3 * j) % 250 + 4 for i in range(n)] for j, n in enumerate((70, 33, 9))]
-GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "logprobs": 2}
-PARAMS = [
-    SamplingParams(max_tokens=30, **GREEDY),
-    SamplingParams(max_tokens=24, **GREEDY | {"temperature": 0.9, "seed": 5}),
-    SamplingParams(max_tokens=40, **GREEDY),
-]
-DEBUG: dict[str, Any] = {"debug_kv": True, "measure_speed": False}
-IN_TWO_TIERS = STREAMED | {"num_gpu_blocks": 12, "max_num_seqs": 3}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "resident": {},
-    "in place": IN_TWO_TIERS | {"offload_mode": "in_place", "stream_mib_per_step": None},
-    "ring of two": IN_TWO_TIERS | {"ring_slots": 2},
-    "ring of three": IN_TWO_TIERS | {"ring_slots": 3},
-    "preempted": {"num_gpu_blocks": 14, "decode_reserve_blocks": 0},
-    "no prefix cache": {"enable_prefix_caching": False},
-    "blocks of two": {"num_gpu_blocks": 256, "kvcache_block_size": 2},
-}
+IN_TWO_TIERS, LAYOUTS = in_two_tiers(12), layouts(12)
 MODELS = ("gemma4", "gemma4-shared", "gemma4-moe")
 CHUNKS = {"max_num_batched_tokens": 12, "max_num_seqs": 3}
 
@@ -81,17 +71,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 def assisted(path: Path, assistant: Path, **settings: Any) -> LLMEngine:
     settings = {"speculative": f"mtp:{MOST}"} | settings
     return small_engine(path, draft_model=str(assistant), **settings)
-
-
-def run(engine: LLMEngine) -> list[RequestOutput]:
-    return Driver(engine).run(PROMPTS, PARAMS)
-
-
-def plain(path: Path, **settings: Any) -> list[tuple[list[int], Tensor]]:
-    engine = small_engine(path, **settings)
-    outputs = scored(run(engine))
-    engine.close()
-    return outputs
 
 
 @pytest.mark.some(3)
@@ -226,16 +205,6 @@ def test_whatever_a_request_asks_for(
 ) -> None:
     """Penalties, forms, completions, scores: all as without guesses, of which some are right."""
     path, assistant = helpers("gemma4-shared", True)
-    shared: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "logprobs": 2}
-    everything = [
-        SamplingParams(**shared, temperature=0, repetition_penalty=1.4),
-        SamplingParams(**shared, temperature=0.8, seed=3, n=3),
-        SamplingParams(**shared, temperature=0, frequency_penalty=0.8, presence_penalty=0.5),
-        SamplingParams(**shared, temperature=0, bad_words=["ab", "a", "e"], prompt_logprobs=1),
-        SamplingParams(max_tokens=20, logprobs=0, structured_outputs={"regex": "(ab|cd){4,}"}),
-        SamplingParams(**shared, temperature=1.5, seed=8, top_p=0.9, min_tokens=7, stop=["a"]),
-        SamplingParams(**shared, temperature=0, allowed_token_ids=[5, 16, 27]),
-    ]
     prompts = [PROMPTS[i % 3][i:] for i in range(7)]
     found, texts = [], {}
     for asked in ("off", speculative):
@@ -244,7 +213,7 @@ def test_whatever_a_request_asks_for(
         engine.scheduler.add = lambda seq, add=add, seqs=seqs: (seqs.append(seq), add(seq))
         if texts:
             watch_assistant(engine, half_right(texts))
-        outputs = Driver(engine).run(prompts, everything)
+        outputs = Driver(engine).run(prompts, everything())
         found.append([(o.prompt_logprobs, o.outputs) for o in outputs])
         texts = {seq.seq_id: seq.token_ids for seq in seqs}
         accepted = sum(output.metrics.num_accepted for output in outputs)

@@ -14,8 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from driver import STREAMED, Driver, small_engine
+from driver import Driver, small_engine
 from fixed_drafts import scored
+from guess_cases import (
+    DEBUG,
+    PARAMS,
+    PROMPTS,
+    everything,
+    in_two_tiers,
+    layouts,
+    plain,
+    run,
+)
 from marks import named, needs_compiler
 from mtp_models import (
     FILE,
@@ -36,7 +46,6 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.config.engine import GIB, make_config
 from nanoengine.engine import draft_vocabulary
 from nanoengine.engine.draft_length import PayingDrafts
-from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, WeightMismatchError
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.outputs import RequestOutput
@@ -44,24 +53,7 @@ from nanoengine.sequence import ScheduledBatch
 from nanoengine.startup.forecast import Forecaster, Hardware
 
 MOST = 3
-PROMPTS = [[(7 * i + 3 * j) % 250 + 4 for i in range(n)] for j, n in enumerate((70, 33, 9))]
-GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "logprobs": 2}
-PARAMS = [
-    SamplingParams(max_tokens=30, **GREEDY),
-    SamplingParams(max_tokens=24, **GREEDY | {"temperature": 0.9, "seed": 5}),
-    SamplingParams(max_tokens=40, **GREEDY),
-]
-DEBUG: dict[str, Any] = {"debug_kv": True, "measure_speed": False}
-IN_TWO_TIERS = STREAMED | {"num_gpu_blocks": 7, "max_num_seqs": 3}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "resident": {},
-    "in place": IN_TWO_TIERS | {"offload_mode": "in_place", "stream_mib_per_step": None},
-    "ring of two": IN_TWO_TIERS | {"ring_slots": 2},
-    "ring of three": IN_TWO_TIERS | {"ring_slots": 3},
-    "preempted": {"num_gpu_blocks": 14, "decode_reserve_blocks": 0},
-    "no prefix cache": {"enable_prefix_caching": False},
-    "blocks of two": {"num_gpu_blocks": 256, "kvcache_block_size": 2},
-}
+IN_TWO_TIERS, LAYOUTS = in_two_tiers(7), layouts(7)
 MODELS = (
     *("qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen3-next-moe"),
     *("deepseek-v3", "glm4-moe-lite", "glm4-moe", "ling"),
@@ -88,17 +80,6 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every decode checks as many guesses as it may, whether they pay or not."""
     monkeypatch.setattr(PayingDrafts, "_number", lambda self: len(self._num_right))
-
-
-def run(engine: LLMEngine) -> list[RequestOutput]:
-    return Driver(engine).run(PROMPTS, PARAMS)
-
-
-def plain(path: Path, **settings: Any) -> list[tuple[list[int], Tensor]]:
-    engine = small_engine(path, **settings)
-    outputs = scored(run(engine))
-    engine.close()
-    return outputs
 
 
 @pytest.mark.some(3)
@@ -301,20 +282,6 @@ def test_guesses_among_likely_tokens(heads: Any, monkeypatch: pytest.MonkeyPatch
         assert ids == right and torch.equal(scores, as_before)
     assert max(counts) <= 3 * 64 < len(engine.runner.model.logits(torch.zeros(1, 64))[0])
     engine.close()
-
-
-def everything() -> list[SamplingParams]:
-    """Parameters of many kinds."""
-    plain: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "logprobs": 2}
-    return [
-        SamplingParams(**plain, temperature=0, repetition_penalty=1.4),
-        SamplingParams(**plain, temperature=0.8, seed=3, n=3),
-        SamplingParams(**plain, temperature=0, frequency_penalty=0.8, presence_penalty=0.5),
-        SamplingParams(**plain, temperature=0, bad_words=["ab", "a", "e"], prompt_logprobs=1),
-        SamplingParams(max_tokens=20, logprobs=0, structured_outputs={"regex": "(ab|cd){4,}"}),
-        SamplingParams(**plain, temperature=1.5, seed=8, top_p=0.9, min_tokens=7, stop=["a"]),
-        SamplingParams(**plain, temperature=0, allowed_token_ids=[5, 16, 27]),
-    ]
 
 
 @pytest.mark.some(1)

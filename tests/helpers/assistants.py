@@ -40,7 +40,7 @@ def storing_kv() -> Iterator[None]:
         own = ["store" if i in last.values() else None for i in range(num - num_shared)]
         return [*own, *["reuse"] * num_shared]
 
-    classes = Gemma4TextConfig, Gemma4UnifiedTextConfig
+    classes: tuple[Any, ...] = Gemma4TextConfig, Gemma4UnifiedTextConfig
     before = [each.kv_sharing_modes for each in classes]
     try:
         for each in classes:
@@ -76,7 +76,7 @@ def write_assistant(
         layers |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     kind = "gemma4_unified" if is_unified else "gemma4"
     inner = AutoConfig.for_model(f"{kind}_text", **layers | changed)
-    named = Gemma4UnifiedAssistantConfig if is_unified else Gemma4AssistantConfig
+    named: Any = Gemma4UnifiedAssistantConfig if is_unified else Gemma4AssistantConfig
     of_centroids = {"num_centroids": NUM_CENTROIDS, "centroid_intermediate_top_k": NUM_OPEN}
     config = named(
         text_config=inner,
@@ -84,7 +84,7 @@ def write_assistant(
         use_ordered_embeddings=has_centroids,
         **of_centroids if has_centroids else {},
     )
-    classes = Gemma4UnifiedAssistantForCausalLM, Gemma4AssistantForCausalLM
+    classes: tuple[Any, ...] = Gemma4UnifiedAssistantForCausalLM, Gemma4AssistantForCausalLM
     with storing_kv(), torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(len(target.name))
         model = classes[not is_unified](config)
@@ -106,7 +106,8 @@ def models_of(source: Path, assistant: Path) -> tuple[Any, Any]:
     classes = Gemma4UnifiedAssistantForCausalLM, Gemma4AssistantForCausalLM
     with storing_kv():
         model = load_reference(source)
-        helper = next(each for each in classes if each.__name__ == kind).from_pretrained(assistant)
+        named: Any = next(each for each in classes if each.__name__ == kind)
+        helper = named.from_pretrained(assistant)
     helper.config.text_config.sliding_window -= 1
     return model, helper
 
@@ -142,9 +143,10 @@ def watch_assistant(engine: LLMEngine, say: Say | None = None) -> dict[tuple[int
     """
     drafter, said = engine.runner.drafter, {}
     assert isinstance(drafter, AssistantDrafter)
-    sample = drafter.sampler.sample
+    sampler: Any = drafter.sampler
+    sample = sampler.sample
 
-    def watched(logits: Tensor, seqs: Sequence[EngineSequence], positions: Sequence[int]) -> Tensor:
+    def watched(logits: Tensor, seqs: Sequence[EngineSequence], positions: Sequence[int]) -> Any:
         assert not logits.isnan().any()
         for seq, position, row in zip(seqs, positions, logits, strict=True):
             said[seq.seq_id, position] = row.clone()
@@ -152,5 +154,5 @@ def watch_assistant(engine: LLMEngine, say: Say | None = None) -> dict[tuple[int
             return sample(logits, seqs, positions)
         return torch.tensor([say(*each) for each in zip(seqs, positions, strict=True)])
 
-    drafter.sampler.sample = watched
+    sampler.sample = watched
     return said
