@@ -301,15 +301,19 @@ def test_a_message_of_three_blocks(seed: int) -> None:
             assert made.type == name
     blocks = [d["content_block"] for n, d in events if n == "content_block_start"]
     assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
-    said = ["", "", ""]
-    for name, data in events:
-        if name == "content_block_delta":
-            (text,) = [value for key, value in data["delta"].items() if key != "type"]
-            said[data["index"]] += text
+    said, signed = ["", "", ""], []
+    for delta in (d for n, d in events if n == "content_block_delta"):
+        kind, text = delta["delta"].values()
+        if kind == "signature_delta":
+            signed.append((delta["index"], bool(text), said[0]))
+        else:
+            said[delta["index"]] += text
     assert said == ["hm", "So:", "{}"]
+    assert signed == [(0, True, "hm")]  # thoughts are signed once, when they are all said
     assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
     whole = types.Message.model_validate(writer.whole([output]))
     assert whole.stop_reason == "tool_use" and whole.content[2].input == {}
+    assert whole.content[0].signature
 
 
 def test_over_http(tiny: Callable[[str], Path], tmp_path: Path) -> None:
