@@ -52,7 +52,8 @@ HEADS_PART = f"{MTP_JOIN}.weight"
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)
 # Ends of the names of scales that quantised checkpoints hold for other engines.
 UNUSED = (
-    *(".input_scale", ".activation_scale", ".input_scale_ub", ".output_scale"),  # of activations
+    *(".input_scale", ".activation_scale", "_proj_activation_scale"),  # of activations
+    *(".input_scale_ub", ".output_scale"),
     ".input_global_scale",
     *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),  # of attention in 8 bits
 )

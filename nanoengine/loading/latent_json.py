@@ -7,6 +7,8 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.models.rope import yarn_attention_factor
 from nanoengine.text.checked_json import CheckedJson, positive
 
+SHARE = "partial_rotary_factor"
+
 
 def read_latent(content: CheckedJson, num_heads: int) -> LatentConfig:
     """Raises UnsupportedModelError for sizes that cannot be halved, or fewer KV heads than heads,
@@ -30,10 +32,21 @@ def read_latent(content: CheckedJson, num_heads: int) -> LatentConfig:
     return latent
 
 
-def latent_scalar(content: CheckedJson, latent: LatentConfig) -> float:
+def leave_out_share(content: CheckedJson, latent: LatentConfig) -> None:
+    """Remove RoPE's share of a head that turns, where it says what `qk_rope_head_dim` says."""
+    rope = content.get("rope_parameters")
+    if not isinstance(rope, dict) or not isinstance(share := rope.get(SHARE), int | float):
+        return
+    if int(latent.query_dim * share) == latent.rope_dim:
+        content.values["rope_parameters"] = {key: rope[key] for key in rope if key != SHARE}
+
+
+def latent_scalar(content: CheckedJson, latent: LatentConfig, is_plain: bool) -> float:
     """ModelConfig's query_pre_attn_scalar: the size of a head's query; YaRN with `mscale_all_dim`
-    multiplies the scores by the square of its factor, too.
+    multiplies the scores by the square of its factor, too, unless is_plain.
     """
+    if is_plain:
+        return float(latent.query_dim)
     scaling = content.get("rope_scaling") or content.get("rope_parameters") or {}
     scale = 1.0
     if scaling.get("mscale_all_dim"):

@@ -20,7 +20,7 @@ from nanoengine.errors import CorruptModelError, ModelNotFoundError, Unsupported
 from nanoengine.loading.experts_json import dense_layers, read_experts
 from nanoengine.loading.fp8 import GROUP, fp8_block
 from nanoengine.loading.kimi import read_kimi, with_usual_keys
-from nanoengine.loading.latent_json import latent_scalar, read_latent
+from nanoengine.loading.latent_json import latent_scalar, leave_out_share, read_latent
 from nanoengine.loading.layer_kinds import (
     FULL,
     MAX_STATE_DIM,
@@ -173,7 +173,9 @@ def _query_scalar(
 ) -> float | None:
     reads, defaults = architecture.reads, architecture.defaults
     if latent is not None:
-        return latent_scalar(content, latent)
+        # Mistral 4 was trained without that factor: its params.json has `apply_scale` false.
+        # transformers multiplies by it since 5.17, vLLM and SGLang do not.
+        return latent_scalar(content, latent, is_plain=architecture.scales_queries)
     if "attention_multiplier" in reads:
         if content.get("attention_multiplier") is None and "attention_multiplier" in defaults:
             return None  # the usual root of head_dim
@@ -373,7 +375,11 @@ def _ropes(
         may_be_partial = "partial_rotary_factor" in architecture.reads
         return read_ropes_by_kind(content, head_dims, may_be_partial, max_model_len)
     if latent is not None:
-        rope, max_position = read_rope(content, latent.rope_dim, False, max_model_len)
+        if architecture.scales_queries:
+            leave_out_share(content, latent)
+        rope, max_position = read_rope(
+            content, latent.rope_dim, False, max_model_len, architecture.scales_queries
+        )
         if rope.kind == "proportional":
             raise UnsupportedModelError(
                 f"{content.path}: RoPE 'proportional' is not supported for this architecture"

@@ -49,6 +49,7 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "Mistral3ForConditionalGeneration": {
         "ministral3": "Ministral3ForCausalLM",
         "mistral": "MistralForCausalLM",
+        "mistral4": "Mistral4ForCausalLM",
     },
     "MuseGlimmerForConditionalGeneration": {"muse_glimmer_text": "MuseGlimmerForCausalLM"},
     "Qwen2VLForConditionalGeneration": {
@@ -86,6 +87,7 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": _sizes(8192, 22528, 40, 64, 64, 256000, 8192),
     "llama": _sizes(4096, 11008, 32, 32, 32, 32000, 2048),
     "mistral": _sizes(4096, 14336, 32, 32, 8, 32000, 131072),
+    "mistral4": _sizes(4096, 12288, 36, 32, 32, 131072, 1048576),
     "qwen2": _sizes(4096, 22016, 32, 32, 32, 151936, 32768),
     "qwen2_5_vl": _QWEN_2_VL,
     "qwen2_5_vl_text": _QWEN_2_VL,

@@ -230,6 +230,35 @@ _DENSE = {  # with attention in all layers
             "modeling_hyperclovax.HyperCLOVAXForCausalLM",
         ),
     ),
+    "InternLM3ForCausalLM": Architecture(
+        "InternLM3 (8B)",
+        keys={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
+        defaults={
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+        },
+        own_code=("modeling_internlm3.InternLM3Model", "modeling_internlm3.InternLM3ForCausalLM"),
+    ),
+    "IQuestCoderForCausalLM": Architecture(
+        "IQuest-Coder (7B, 14B, 40B)",
+        requires={
+            "hidden_act": (None, "silu"),
+            "clip_qkv": (None,),
+            "use_sliding_window": (None, False),
+        },
+        defaults={
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+        },
+        own_code=(
+            "modeling_iquestcoder.IQuestCoderModel",
+            "modeling_iquestcoder.IQuestCoderForCausalLM",
+        ),
+    ),
     "Jais2ForCausalLM": Architecture(
         "Jais 2 (8B, 70B)",
         **LAYER_NORM,

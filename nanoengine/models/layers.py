@@ -160,7 +160,7 @@ class LatentAttention:
         """[tokens, q_rank or heads x query_dim, + row_dim, + gates] -> values of that many heads,
         [tokens, heads x value_dim].
         """
-        cos, sin = angles
+        cos, sin, *of_queries = angles
         shape, tokens, num_gates = self._shape, len(qkv), self._num_gates
         sizes = qkv.shape[1] - shape.row_dim - num_gates, shape.kv_rank, shape.rope_dim, num_gates
         q, latent, turned, gates = qkv.split_with_sizes(sizes, dim=1)
@@ -177,6 +177,8 @@ class LatentAttention:
         )
         target = ctx.kv.target(self._layer)
         rows = self._ops.rotate_and_store(rows, k, k, cos, sin, target)
+        if of_queries:
+            rows = self._ops.rotate(rows, *of_queries)
         attended = ctx.attention.run(self._layer, rows, ctx)
         made = self._from_row(attended.view(rows.shape)).view(tokens, -1)
         return gated_heads(self._ops, made, gates) if num_gates else made

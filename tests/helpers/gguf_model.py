@@ -92,6 +92,7 @@ ARCHITECTURES = {
     "GraniteMoeSharedForCausalLM": "granitemoe",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
+    **dict.fromkeys(("InternLM3ForCausalLM", "IQuestCoderForCausalLM"), "llama"),
     "Jais2ForCausalLM": "jais2",
     "KimiLinearForCausalLM": "kimi-linear",
     "Lfm2ForCausalLM": "lfm2",

@@ -77,6 +77,8 @@ FAMILIES = (
     Family("Helium", "Helium", "4K"),
     Family("Hunyuan", "HunYuanDenseV1 HunYuanMoEV1", "256K", "hunyuan_a13b"),
     Family("HyperCLOVA X", "HyperCLOVAX", "32K"),
+    Family("InternLM", "InternLM3", "32K"),
+    Family("IQuest-Coder", "IQuestCoder", "128K"),
     Family("Jais", "Jais2", "8K"),
     Family("Kimi", "KimiLinear", "1M", "kimi_k2"),
     Family("Laguna", "Laguna", "128K to 1M", "glm45"),
@@ -87,7 +89,7 @@ FAMILIES = (
     Family("Mellum", "Mellum", "128K"),
     Family("MiniMax", "MiniMaxM2", "192K", "minimax_m2"),
     Family(
-        "Mistral", "Mistral Mixtral Ministral Ministral3", "32K to 256K", "mistral",
+        "Mistral", "Mistral Mixtral Ministral Ministral3 Mistral4", "32K to 1M", "mistral",
     ),
     Family("Muse Glimmer", "MuseGlimmer", "128K", "muse_glimmer"),
     Family("Nemotron", "Nemotron", "4K, 8K"),

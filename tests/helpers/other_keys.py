@@ -48,6 +48,7 @@ PROMPT = [(37 * i * i + 11 * i + 5) % 256 for i in range(100)]
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 TOLERANCE = 1e-3  # of the spread of the logits
 LATENT = {"deepseek-v2", "deepseek-v3", "deepseek-v3-dense", "glm4-moe-lite", "youtu"}
+OF_SCORES = "`mscale_all_dim` does not sharpen the scores, as its makers trained it"
 # Differences that are meant: by models and key, None for any model.
 OF_LENGTH = "the long divisors count if texts may be longer, to transformers if this one is"
 KNOWN: list[tuple[set[str] | None, str, str, str]] = [
@@ -58,6 +59,7 @@ KNOWN: list[tuple[set[str] | None, str, str, str]] = [
     (None, "null", "mamba_conv_bias", "the same"),
     (None, "null", "moe_renormalize", "the same"),
     ({"olmo-hybrid"}, "null", ROPE, "no layer turns, as its makers write it"),
+    *(({"mistral4"}, how, ROPE, OF_SCORES) for how in ("set", "leave out", "null")),
 ]
 
 

@@ -429,6 +429,44 @@ TINY: dict[str, TinyModel] = {
         seed=32,
     ),
     "deepseek-v3-dense": TinyModel("deepseek_v3", {**LATENT, "first_k_dense_replace": 3}, seed=34),
+    # The text model of one for images: groups by a softmax, and queries that grow from position 16.
+    "mistral4": TinyModel(
+        "mistral3",
+        {
+            "text_config": COMMON
+            | LATENT
+            | {
+                "model_type": "mistral4",
+                "head_dim": 40,
+                "n_group": 3,
+                "topk_group": 2,
+                "first_k_dense_replace": 1,
+                "rope_parameters": YARN_ROPE
+                | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
+                | {"mscale": 1.0, "mscale_all_dim": 0.0},
+            },
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "head_dim": 16,
+            },
+            "tie_word_embeddings": False,
+        },
+        seed=140,
+    ),
+    # Llama's, under names of their own.
+    "internlm3": TinyModel(
+        "internlm3",
+        {"qkv_bias": True, "bias": True, "head_dim": 32, "num_key_value_heads": 1},
+        seed=141,
+        hub_class="InternLM3ForCausalLM",
+    ),
+    "iquestcoder": TinyModel(
+        "iquestcoder", {"rms_norm_eps": 0.02}, seed=142, hub_class="IQuestCoderForCausalLM"
+    ),
     "glm4-moe-lite": TinyModel(
         "glm4_moe_lite", {**LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]}, seed=33
     ),

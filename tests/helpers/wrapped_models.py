@@ -247,4 +247,5 @@ WRAPPED = {
             "tie_word_embeddings": False,
         },
     ),
+    "Mistral3ForConditionalGeneration, mistral4": TINY["mistral4"],
 }
