@@ -49,6 +49,7 @@ def plan(args: argparse.Namespace) -> int:
     with ended_by_ctrl_c():
         from nanoengine.loading.assistant import read_assistant_of
         from nanoengine.loading.find_model import read_config_of
+        from nanoengine.loading.lora import read_adapter
         from nanoengine.loading.stored_weights import read_stored
         from nanoengine.startup.forecast import Forecaster
 
@@ -57,6 +58,8 @@ def plan(args: argparse.Namespace) -> int:
     if config.enable_cpu_offload and not machine.hardware.gpu_bytes:
         machine.assumed.append("KV offload is left out: a CPU has one memory")
     stored = read_stored(config.model, model)
+    if config.lora is not None:
+        stored = replace(stored, forms=read_adapter(config.lora).forms(stored.forms))
     assistant = read_assistant_of(config, model)
     planner = Forecaster(config, model, machine.hardware, stored, assistant)
     made = planner.forecast(args.context)

@@ -146,6 +146,8 @@ class EngineConfig:
     the KV on the device with K = 8. None: "resident:8" if KV is streamed and the plan says "the
     same bits in any batch", as on a CPU in bfloat16; all requests of a step then have no more
     guesses than max_num_seqs or 32, whichever is more; else "off".
+    lora: a LoRA adapter of the model, as peft saves it: a folder or a hub id. It is added to
+    weights as they are loaded; those of them that are codes become numbers.
     draft_model: the assistant of a Gemma 4, as `model`: a small model that guesses tokens for it.
     speculative is "mtp:4" then, if it is not given.
     generation_config: default sampling parameters of requests. "auto": those of the model's
@@ -189,6 +191,7 @@ class EngineConfig:
     stream_mib_per_step: float | None = None
     measure_speed: bool = True
     speculative: str | None = None
+    lora: str | None = None
     draft_model: str | None = None
     generation_config: str | None = None
     debug_kv: bool = False
@@ -202,6 +205,7 @@ class EngineConfig:
         if self.tokenizer is not None:
             self._set("tokenizer", path_text("tokenizer", self.tokenizer))
         self._check_choices()
+        self._check_lora()
         self._check_draft_model()
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -303,6 +307,13 @@ class EngineConfig:
                 "step"
             )
 
+    def _check_lora(self) -> None:
+        if self.lora is None:
+            return
+        self._set("lora", path_text("lora", self.lora))
+        if self.load_format == "dummy":
+            raise ConfigError('a LoRA adapter needs weights, and load_format="dummy" reads none')
+
     def _check_draft_model(self) -> None:
         """One alone asks for as many guesses as its publishers advise."""
         if self.draft_model is None:
@@ -403,6 +414,7 @@ class Settings(TypedDict, total=False):
     stream_mib_per_step: float | None
     measure_speed: bool
     speculative: str | None
+    lora: str | os.PathLike[str] | None
     draft_model: str | os.PathLike[str] | None
     generation_config: str | None
     debug_kv: bool

@@ -176,6 +176,10 @@ class CheckpointReader:
         """Names of all tensors of the model."""
         return set(self._parts)
 
+    def part(self, name: str) -> Part:
+        """Where a tensor lies."""
+        return self._parts[name]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, read from the header only; of codes, that of their numbers."""
         part = self._parts[name]

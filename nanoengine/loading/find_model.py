@@ -43,7 +43,7 @@ def resolve_model(name: str | Path, keeps_codes: bool = False) -> Path:
     model is downloaded once into the hub's cache.
     Raises ModelNotFoundError if there is no such model, other ModelLoadErrors for a bad GGUF.
     """
-    path = _given_path(name)
+    path = given_path(name)
     if path.is_dir():
         return path
     if (gguf := gguf_of(name)) is not None:
@@ -64,7 +64,7 @@ def config_folder(name: str | Path) -> Iterator[Path]:
     """A folder with the config.json of a model, made of the metadata if it is a GGUF: reads no
     weights, converts nothing, downloads config.json alone. Raises ModelLoadError.
     """
-    path = _given_path(name)
+    path = given_path(name)
     if path.is_dir():
         yield path
         return
@@ -84,7 +84,7 @@ def gguf_of(name: str | Path) -> Path | None:
     """The GGUF that the model of this name is; None if it is another one. Raises ModelLoadError."""
     if not is_gguf(name):
         return None
-    path = _given_path(name)
+    path = given_path(name)
     gguf = path if path.is_file() else packaged_gguf(str(name))
     if gguf.suffix.lower() != ".gguf":
         raise UnsupportedModelError(
@@ -98,7 +98,7 @@ def local_folder(name: str | Path) -> Path | None:
     """The folder on this machine of a model that is no GGUF: the one of this name, or that in the
     hub's cache. None: there is none.
     """
-    path = _given_path(name)
+    path = given_path(name)
     if path.is_dir():
         return path
     return cached_folder(str(name)) if _may_be_at_the_hub(str(name)) else None
@@ -109,7 +109,7 @@ def _may_be_at_the_hub(name: str) -> bool:
     return len(name) <= MAX_HUB_ID and is_hub_id(name) and not name.lower().endswith("gguf")
 
 
-def _given_path(name: str | Path) -> Path:
+def given_path(name: str | Path) -> Path:
     """`name` as a path. Raises ModelNotFoundError if it is no valid path or access is denied."""
     try:
         path = Path(name).expanduser()
@@ -137,7 +137,7 @@ def is_dequantised(folder: Path) -> bool:
 
 def is_gguf(name: str | Path) -> bool:
     """Whether the model of this name is a GGUF. Raises ModelNotFoundError as resolve_model."""
-    return _given_path(name).is_file() or str(name) in PACKAGED
+    return given_path(name).is_file() or str(name) in PACKAGED
 
 
 def is_outdated(folder: Path) -> bool:
@@ -181,7 +181,7 @@ def find_model(name: str, load_format: str, keeps_codes: bool = False) -> Path:
     Raises ModelLoadError, and ConfigError for another format.
     """
     folder = resolve_model(name, keeps_codes)
-    is_given = folder == _given_path(name) or model_cache.description(folder) is None
+    is_given = folder == given_path(name) or model_cache.description(folder) is None
     found = "safetensors" if is_given else "gguf"
     if load_format in ("safetensors", "gguf") and load_format != found:
         is_what = {"safetensors": "a folder; give the .gguf file", "gguf": "GGUF; give a folder"}

@@ -24,6 +24,7 @@ from nanoengine.loading.experts_json import PACKED_EXPERTS, Listing, expert_part
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.fp8 import Fp8Reader, fp8_block
 from nanoengine.loading.kimi import kimi_parts
+from nanoengine.loading.lora import Change, changed, read_adapter
 from nanoengine.loading.mixers import mixer_parts
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.modelopt import quantization_of
@@ -77,7 +78,8 @@ def load_model(
 ) -> LoadedModel:
     """Check and load a model; with load_format "dummy" the weights are random.
 
-    With quantization "int8" weights become codes, from other codes too. sharding: of which a part
+    With quantization "int8" weights become codes, from other codes too. Those that a LoRA adapter
+    changes are numbers before. sharding: of which a part
     is loaded; None: the whole.
 
     Raises ModelLoadError for anything wrong with the checkpoint, ConfigError if the model cannot be
@@ -102,8 +104,16 @@ def load_model(
         held = made.num_bytes - ops.saved_bytes
         return LoadedModel(config, part, decoder, "random weights", held, made.codes)
     is_wrapped = bool(config.wrapper)
+    adapter = None if settings.lora is None else read_adapter(settings.lora)
     with _open(folder, is_wrapped) as reader:
+        # Adapters call weights as their files do, or as transformers' classes.
+        found = {} if adapter is None else adapter.find(reader, config)
         rename_tensors(config, reader)
+        changes = dict[str, Change]()
+        if adapter is not None:
+            later = adapter.find(reader, config)
+            found |= {its: each for its, each in later.items() if not found[its].stored}
+            changes = adapter.checked(found, config)
         check_has_mtp(config, reader)
         if isinstance(reader, PackedReader):
             reader.leave_out_zero_biases(shapes)
@@ -112,6 +122,7 @@ def load_model(
         def source(name: str) -> Weight:
             is_kept = keeps_codes and not name.endswith(NEVER_CODES)
             stored = reader.weight(name, dtype) if is_kept else reader.numbers(name, dtype)
+            stored = changed(reader.part(name), stored, changes)
             return made.weight(name, shard.take(name, stored, config))
 
         decoder = Decoder(part, source, device, ops)
@@ -119,6 +130,8 @@ def load_model(
         growth = "" if made.codes else reader.growth(num_bytes)
         if growth:
             origin = f"{origin}; {growth}"
+        if adapter is not None:
+            origin = f"{origin}; {adapter.describe(changes.values())}"
     if is_wrapped:
         origin = f"{origin}; {about_others(config.wrapper, reader.others)}"
     held = made.num_bytes - ops.saved_bytes

@@ -195,11 +195,7 @@ def about_folder(folder: Path) -> str:
     path = folder / "adapter_config.json"
     if has_file(path):
         base = shown(read_json(path).get("base_model_name_or_path"))
-        return (
-            f"; it is a LoRA adapter of {base}, and adapters are not supported yet: merge it once "
-            "with peft's merge_and_unload(), save that model and its tokenizer, and give that "
-            "folder"
-        )
+        return f"; it is a LoRA adapter of {base}: give that model, and this folder as lora"
     if files := sorted(folder.glob("*.gguf")):
         return f"; give the file itself: {files[0]}"
     if below := sorted(folder.glob("*/config.json")) or sorted(

@@ -22,7 +22,7 @@ missing: weights are loaded once, at start-up; make a new engine for new ones
   SGLang: update_weights_from_disk update_weights_from_tensor update_weights_from_distributed
 missing: workers take no functions of yours; LLM.llm_engine has the parts of an engine
   vLLM: collective_rpc apply_model  SGLang: collective_rpc
-missing: LoRA is not supported yet; merge the adapter into its model (peft: merge_and_unload)
+missing: one LoRA adapter is of the whole engine, as in LLM(model, lora=FOLDER)
   vLLM: add_lora remove_lora list_loras pin_lora  SGLang: load_lora_adapter unload_lora_adapter
 changed: llm_engine.model_config, the model's shape; the longest context is plan.max_model_len
   vLLM: model_config get_model_config vllm_config get_vllm_config max_model_len

@@ -125,13 +125,14 @@ missing unless (-1,): layers do not split between devices here: all weights lie 
 that does not fit goes to RAM with enable_cpu_offload=True
   llama.cpp: n_gpu_layers gpu_layers split_mode tensor_split  Ollama: num_gpu
   transformers: max_memory offload_folder
-missing unless (False,): LoRA is not supported yet; merge the adapter into its model (peft:
-merge_and_unload)
+changed: lora, the folder or the hub id of one adapter, which all requests have
+  vLLM: lora_modules  LMDeploy: adapters  SGLang: lora_paths  llama.cpp: lora_path
+missing unless (False,): one LoRA adapter is added to the weights as they are loaded: give its
+folder as lora, and it is on for all requests
   vLLM: enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras
-    lora_dtype lora_extra_vocab_size lora_target_modules lora_modules enable_tower_connector_lora
+    lora_dtype lora_extra_vocab_size lora_target_modules enable_tower_connector_lora
     max_lora_cls_labels specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras
-  LMDeploy: adapters
-  SGLang: enable_lora lora_paths max_loras_per_batch  llama.cpp: lora_path lora_base
+  SGLang: enable_lora max_loras_per_batch  llama.cpp: lora_base
 missing unless (False,): images, audio and video are not supported; a model reads and writes text
   vLLM: limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs
     mm_processor_kwargs disable_mm_preprocessor_cache mm_processor_cache_gb mm_processor_cache_type
@@ -476,7 +477,7 @@ missing unless (True,): a text has no watermark
 missing: there are no parameters outside this list
   vLLM: extra_args skip_clone trace_decode_token_ids  FastDeploy: stop_seqs_len
   SGLang: custom_params
-missing: LoRA is not supported yet; merge the adapter into its model (peft: merge_and_unload)
+missing: one LoRA adapter is of the whole engine: LLM(model, lora=FOLDER)
   vLLM: lora_request  Ollama: adapter
 """
 
@@ -508,7 +509,7 @@ AsyncLLM
 missing: images, audio and video are not supported; a model reads and writes text
   vLLM: multi_modal_data mm_processor_kwargs  LMDeploy: images  SGLang: image_data audio_data
   transformers: images  Ollama: images  OpenAI: modalities audio
-missing: LoRA is not supported yet; merge the adapter into its model (peft: merge_and_unload)
+missing: one LoRA adapter is of the whole engine: LLM(model, lora=FOLDER)
   vLLM: lora_request prompt_adapter_request  LMDeploy: adapter_name  SGLang: lora_path
 missing unless (0,): requests run in the order of their arrival
   vLLM: priority data_parallel_rank

@@ -154,7 +154,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     ),
     "17 enable_lora": (
         lambda b: b.loaded(enable_lora=True),
-        ("LoRA is not supported yet", "merge_and_unload"),
+        ("one LoRA adapter", "give its folder as lora"),
     ),
     "18 use_tqdm": (
         lambda b: b.loaded(use_tqdm=False),
@@ -201,7 +201,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     "25 empty name": (lambda b: LLM(""), ("no model was given", '"smollm2-135m"', "got ''")),
     "26 LoRA": (
         lambda b: LLM(b.folder("lora", adapter_config={"base_model_name_or_path": "org/base"})),
-        ("a LoRA adapter of 'org/base'", "merge_and_unload()"),
+        ("a LoRA adapter of 'org/base'", "this folder as lora"),
     ),
     "27 HQQ": (
         lambda b: LLM(b.folder("hqq", config=CONFIG | {"quantization_config": HQQ})),

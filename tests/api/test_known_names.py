@@ -150,7 +150,7 @@ def test_a_near_name_is_offered_only_when_it_is_near() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("enable_lora", "unknown setting 'enable_lora'; LoRA is not supported yet; merge"),
+        ("enable_lora", "unknown setting 'enable_lora'; one LoRA adapter is added to the weights"),
         ("use_tqdm", r"belongs to generate\(\) and chat\(\): use_tqdm=False there"),
         ("hf_token", "HF_TOKEN"),
         ("download_dir", "HF_HUB_CACHE"),
@@ -296,7 +296,7 @@ def test_settings_are_the_fields_of_the_config() -> None:
     types = {f.name: str(f.type) for f in fields(EngineConfig) if f.name != "model"}
     given = {name: str(kind) for name, kind in Settings.__annotations__.items()}
     assert given.keys() == types.keys() == get_type_hints(Settings).keys()
-    wider = {"tokenizer", "draft_model", "dtype", "device"}
+    wider = {"tokenizer", "draft_model", "lora", "dtype", "device"}
     for name, kind in types.items():
         assert name in wider or f"'{kind}'" in given[name], name
 
@@ -351,7 +351,7 @@ def test_arguments_of_other_engines_become_settings() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"model": "m", "enable_lora": True}, "'enable_lora'; LoRA is not supported yet"),
+        ({"model": "m", "enable_lora": True}, "'enable_lora'; one LoRA adapter is added"),
         ({"model": "m", "enable_chunked_prefill": False}, "unknown setting 'enable_chunked_pref"),
         (EngineArgs("m", pipeline_parallel_size=2), "tensor_parallel_size is the only way"),
         (EngineArgs("m", compilation_config={"level": 3}), "'compilation_config'; PyTorch"),

@@ -45,6 +45,7 @@ OTHER_VALUES = {
     "speculative": "off, auto, ngram:K, resident:K, mtp:K, ngram:K+resident:K, ngram:K+mtp:K; "
     f"K from 1 to {MAX_GUESSES}",
     "draft_model": "a folder or a hub id",
+    "lora": "a folder or a hub id",
     "debug_copy_delay_ms": "0 to 1000",
 }
 WRITTEN = "<!-- Written by `make pages`: change the data in nanoengine/, not this page. -->"

@@ -55,6 +55,7 @@ ENDS: dict[str, tuple[list[Any], list[Any]]] = {
     "gpu_memory_utilization": ([0.001, 1], [0, 1.001]),
     "speculative": (["ngram:1", "ngram:64"], ["ngram:0", "ngram:65"]),
     "draft_model": (["folder"], [5]),
+    "lora": (["folder"], [5]),
     "debug_copy_delay_ms": ([0, 1000], [-1, 1000.5]),
 }
 

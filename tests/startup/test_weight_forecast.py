@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import quantised
 import torch
+from checkpoints import load_reference
 from gguf_model import ARCHITECTURES as IN_GGUF
 from marks import named, needs_compiler
+from peft import LoraConfig, get_peft_model
 from tiny_models import TINY
 
 from nanoengine.config.engine import GIB, make_config
@@ -21,6 +24,7 @@ from nanoengine.devices.cpu import native_dtype
 from nanoengine.kernels import cpu_linear
 from nanoengine.loading.find_model import read_config_of
 from nanoengine.loading.left_out import read_left_out, stays_numbers
+from nanoengine.loading.lora import read_adapter
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.stored_weights import StoredWeights, read_stored, said_weights
 from nanoengine.startup.forecast import Forecaster, Hardware
@@ -202,3 +206,36 @@ def test_no_list_takes_long(listed: dict[str, Any]) -> None:
 @pytest.mark.parametrize("content", [None, "awq", 3, []])
 def test_a_config_of_another_form_lists_nothing(content: Any) -> None:
     assert read_left_out(content) == LeftOut()
+
+
+@pytest.mark.parametrize("kind", ["16 bits", "GGUF", "nf4"])
+def test_weights_with_an_adapter(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    """What it changes is numbers, which fit no 16 bits where activations have 32."""
+    source, folder = tiny("llama"), tmp_path / kind
+    if kind == "GGUF":
+        path = quantised.mixed_gguf(source, folder / "m.gguf", "llama")
+    elif kind == "nf4":
+        path = quantised.quantised(source, folder, kind, lambda name: False)
+    else:
+        path = quantised.in_16_bits(source, folder)
+    adapter = random_adapter(source, tmp_path / "a")
+    for dtype in OUR_DTYPES:
+        model = read_config_of(path)
+        stored = read_stored(path, model)
+        stored = replace(stored, forms=read_adapter(str(adapter)).forms(stored.forms))
+        settings = {"dtype": dtype, "lora": str(adapter)}
+        planned, held = (
+            weights_planned(path, model, stored, **settings),
+            weights_held(path, **settings),
+        )
+        assert planned == pytest.approx(held, rel=MOST_OFF), dtype
+
+
+def random_adapter(source: Path, folder: Path) -> Path:
+    """Of the matrices of all layers."""
+    adapted = get_peft_model(load_reference(source), LoraConfig(r=2, target_modules="all-linear"))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.2)
+    adapted.save_pretrained(folder)
+    return folder
