@@ -1,4 +1,6 @@
-"""docs/benchmarks.md: the peaks of its tables are those of the results that the sections name."""
+"""docs/benchmarks.md: its peaks are those of the results that its sections name, and the ranges in
+README.md those of its first table.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,14 @@ FOLDER = re.compile(r"`benchmarks/results/(compare_(?:1b|shapes)\w*)/`")
 # Names of shapes that their files do not have letter by letter.
 SHAPES = {"granite_4_0_h_tiny": "granite_h_tiny"}
 ENGINES = {"OpenVINO": "openvino", "vLLM": "vllm"}
+RANGE = re.compile(r"(\d\.\d+)x?-(\d(?:\.\d+)?)x")
+# The ranges in README.md, in their order: the machine, and the weights of its rows.
+CLAIMS = (
+    ("Zen 4", ("1B, Q4_0", "1B, Q4_K_M")),
+    ("Zen 4", ("1B, bf16",)),
+    ("Xeon with AMX", ("1B, Q4_0", "1B, Q4_K_M")),
+    ("Xeon with AMX", ("1B, bf16",)),
+)
 
 
 class Peak(NamedTuple):
@@ -71,3 +81,26 @@ def test_a_peak_is_the_most_of_all_works(folder: str) -> None:
     assert len(rows) > 3
     wrong = [(*row[1:], most_of(row)) for row in rows if row.mib != most_of(row)]
     assert wrong == []
+
+
+def ratios() -> Iterator[tuple[str, str, float]]:
+    """Machine, weights and each ratio of the first table of docs/benchmarks.md."""
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    machine = ""
+    for line in text.partition("\n## ")[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| ") and len(cells) == 5:
+            machine = re.sub(r"\[([^]]*)\].*", r"\1", cells[0]) or machine
+            for ratio in re.findall(r": (\d\.\d+)(?= |$)", " ".join(cells[2:])):
+                yield machine, cells[1], float(ratio)
+
+
+def test_the_readme_says_by_how_much_as_the_table_does() -> None:
+    said = RANGE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(said) == len(CLAIMS)
+    for (least, most), (machine, weights) in zip(said, CLAIMS, strict=True):
+        found = [ratio for name, each, ratio in ratios() if name == machine and each in weights]
+        assert len(found) == 3 * len(weights)
+        for text, value in ((least, min(found)), (most, max(found))):
+            digits = len(text.partition(".")[2])
+            assert abs(float(text) - value) <= 0.5 * 10**-digits + 1e-9, (machine, weights, found)
