@@ -96,7 +96,8 @@ class EngineConfig:
     max_num_seqs: most requests running at once.
     max_num_batched_tokens: most tokens computed in one step; longer prompts are chunked.
     gpu_memory_utilization: share of the device's memory for weights, activations and KV (GPU).
-    kv_cache_gib: device memory for KV; num_gpu_blocks: the same in blocks.
+    kv_cache_gib: device memory for KV (None: on a GPU what gpu_memory_utilization leaves; on a CPU
+    4 GiB, or half of the available memory if that is less); num_gpu_blocks: the same in blocks.
     kvcache_block_size: tokens of a KV block.
     enable_prefix_caching: reuse the KV of equal prompt prefixes.
     enforce_eager: on a GPU, run decode steps without CUDA graphs. load_format: "auto",

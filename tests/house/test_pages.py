@@ -10,10 +10,12 @@ import pytest
 from models_page import FAMILIES, models_page
 from pages import DOCS, OTHER_VALUES, PAGES, values_of
 
-from nanoengine.config.engine import EngineConfig
+from nanoengine.cli.flags import SETTINGS as FLAGS
+from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.errors import ConfigError
 from nanoengine.loading.gguf.settings import ARCHITECTURES as GGUF_ARCHITECTURES
 from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.startup.memory_plan import DEFAULT_CPU_KV_BYTES, DEFAULT_HOST_KV_BYTES
 from nanoengine.text.tool_syntax import TOOL_SYNTAXES
 
 SETTINGS = {field.name for field in fields(EngineConfig)} - {"model"}
@@ -29,6 +31,14 @@ def test_the_settings_page_has_every_setting_once() -> None:
     rows = re.findall(r"^\| `(\w+)` \|.*\|.*\|.*\|.*\|$", PAGES["settings.md"](), re.MULTILINE)
     assert sorted(rows) == sorted(SETTINGS)
     assert all(values_of(name) for name in SETTINGS)
+
+
+def test_how_much_kv_there_is_without_a_setting_is_said() -> None:
+    host, cpu = (size // GIB for size in (DEFAULT_HOST_KV_BYTES, DEFAULT_CPU_KV_BYTES))
+    assert FLAGS["KV offload"]["kv_offload_gib"].endswith(f"(unset: {host} at most)")
+    assert FLAGS["memory and length"]["kv_cache_gib"].endswith(f"(unset: on a CPU {cpu} at most)")
+    text = " ".join((DOCS / "features.md").read_text(encoding="utf-8").split())
+    assert f"of CPU memory ({host}, or a quarter" in text and f"on a CPU {cpu} GiB, or half" in text
 
 
 def test_the_page_of_models_has_every_class_once_and_all_that_is_read() -> None:
