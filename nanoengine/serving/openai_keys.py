@@ -44,6 +44,14 @@ IGNORED = (
     *("cache_prompt", "id_slot", "timings_per_token", "return_progress", "keep_alive"),
 )
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+# What paths call parameters that they have under other names.
+ALIASES = {
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking={'budget_tokens': ...}",
+    'structured_outputs={"json": schema}': "output_config={'format': ...}",
+}
 # The key that an endpoint has its prompt in; Anthropic's errors name no key.
 PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 IS_TEXT = "answers are text"
@@ -57,7 +65,7 @@ REFUSED: Refused = {
     "suffix": ((), "text can only be added after the prompt"),
     "best_of": ((1,), "answers are not compared; n gives several"),
     "use_beam_search": ((False,), "beam search is LLM.beam_search in Python"),
-    "prompt_logprobs": ((), "/v1/completions with echo and logprobs gives those of a prompt"),
+    "prompt_logprobs": ((), "log-probabilities of prompts: /v1/completions, echo and logprobs"),
     "functions": ((), "here it is tools"),
     "function_call": (("none", "auto"), "here it is tool_choice"),
     "guided_json": ((), OTHER_FORM.format("json")),
@@ -127,10 +135,26 @@ def check_refused(name: str, value: object, row: tuple[tuple[Any, ...], str]) ->
 def unknown_key(name: str, known: Collection[str], where: str = "") -> KeyRefusedError:
     """The error about a key that nobody knows here. where: follows its name."""
     own = next((path for path, key in PROMPTS.items() if key == name), None)
-    hint = f"{own} has it" if own else sentence_of(name)
+    hint = f"{own} has it" if own else _hint(name, known, where)
     if not hint and (near := near_name(name, known)):
         hint = f"did you mean {near!r}?"
     if not hint and len(known) <= FEW:
         hint = f"there are {', '.join(sorted(known))}"
     text = f"unknown key {shown(name)}{where}" + (f"; {hint}" if hint else "")
     return KeyRefusedError(text, name[:MAX_NAME], "unknown_parameter")
+
+
+def _hint(name: str, known: Collection[str], where: str) -> str:
+    """What a name is at this path, of whose keys `known` are; "" if nobody has it."""
+    sentence = sentence_of(name)
+    said = sentence.removeprefix("here it is ") if sentence else name
+    here = said.partition("=")[0].partition(",")[0]
+    is_elsewhere = here in PARAMS or here == "prompt_logprobs"
+    if where or not is_elsewhere or (here in known and here not in REFUSED):
+        return sentence
+    if here in REFUSED:
+        return REFUSED[here][1]
+    alias = ALIASES.get(said, ALIASES.get(here, ""))
+    if alias.partition("=")[0] in known:
+        return f"here it is {alias}"
+    return f"{CHAT} has it" + (f", as {said}" if said != name else "")

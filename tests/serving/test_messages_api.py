@@ -147,8 +147,15 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         ({"messages": [{"role": "assistant", "content": []}]}, "messages[0].content must be a"),
         ({"messages": [{"role": "user"}]}, "messages[0].content must be a text or a list"),
         ({"system": [{"type": "image"}]}, "system[0] must be {"),
-        ({"stop": "x"}, "unknown key 'stop'"),
-        ({"n": 2}, "unknown key 'n'"),
+        ({"stop": "x"}, "unknown key 'stop'; here it is stop_sequences"),
+        ({"stop_words": "x"}, "unknown key 'stop_words'; here it is stop_sequences"),
+        ({"n": 2}, "unknown key 'n'; /v1/chat/completions has it"),
+        ({"min_p": 0.1}, "unknown key 'min_p'; /v1/chat/completions has it"),
+        ({"repeat_penalty": 1.2}, "; /v1/chat/completions has it, as repetition_penalty"),
+        ({"response_format": {"type": "json"}}, "; here it is output_config={'format': ...}"),
+        ({"guided_regex": "a"}, 'completions has it, as structured_outputs={"regex": pattern}'),
+        ({"reasoning_max_tokens": 5}, "; here it is thinking={'budget_tokens': ...}"),
+        ({"echo": True}, "unknown key 'echo'; log-probabilities of prompts: /v1/completions, echo"),
     ],
 )
 def test_what_is_wrong_is_named(body: dict[str, Any], text: str) -> None:

@@ -144,7 +144,17 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         (CHAT, {"logprobs": True, "top_logprobs": True}, "an integer from 0 to 20, got True"),
         (COMPLETIONS, {"logprobs": True}, "logprobs must be an integer"),
         (COMPLETIONS, {"logprobs": 21}, "logprobs must be between 0 and 20, got 21"),
-        (COMPLETIONS, {"top_logprobs": 1}, "unknown key 'top_logprobs'"),
+        (COMPLETIONS, {"top_logprobs": 1}, "unknown key 'top_logprobs'; here it is logprobs"),
+        (
+            CHAT,
+            {"echo": True},
+            "; log-probabilities of prompts: /v1/completions, echo and logprobs",
+        ),
+        (
+            CHAT,
+            {"return_ppl": True},
+            "; log-probabilities of prompts: /v1/completions, echo and logprobs",
+        ),
         ("/v1/chat/completion", {}, "did you mean /v1/chat/completions?"),
         ("/v1/embeddings", {}, "there is no endpoint '/v1/embeddings'"),
     ],

@@ -115,7 +115,11 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         ({"temperature": 1000}, "temperature must be between 0 and 100, got 1000"),
         ({"top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20, got 21"),
         ({"include": "all"}, "include must be a list of names, got 'all'"),
-        ({"max_tokens": 5}, "unknown key 'max_tokens'"),
+        ({"max_tokens": 5}, "unknown key 'max_tokens'; here it is max_output_tokens"),
+        ({"max_new_tokens": 5}, "unknown key 'max_new_tokens'; here it is max_output_tokens"),
+        ({"n_probs": 5}, "unknown key 'n_probs'; here it is top_logprobs"),
+        ({"repeat_penalty": 1.2}, "unknown key 'repeat_penalty'; here it is repetition_penalty"),
+        ({"n": 2}, "unknown key 'n'; /v1/chat/completions has it"),
         (
             {"previous_response_id": "r"},
             "answers are not kept; send the whole conversation as input",
