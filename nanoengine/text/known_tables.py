@@ -97,7 +97,7 @@ changed: quantization="int8", of weights that are stored in 16 or 32 bits
   vLLM: quantization_config allow_deprecated_quantization  transformers: quantization_config
 changed: attention_backend
   transformers: attn_implementation  llama.cpp: flash_attn  vLLM: attention_config
-changed: device: a model lies on one device, "cuda", "cuda:N" or "cpu"
+changed: device: "cuda", "cuda:N", "cpu", ...; tensor_parallel_size takes several GPUs
   vLLM: device_ids  LMDeploy: devices  transformers: device_map  llama.cpp: main_gpu
   Ollama: main_gpu
 missing unless (True,): a progress bar belongs to generate() and chat(): use_tqdm=False there
