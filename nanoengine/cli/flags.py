@@ -61,7 +61,7 @@ SETTINGS = {
         "kv_cache_gib": "device memory for KV, GiB (unset: on a CPU 4 at most)",
         "num_gpu_blocks": "device memory for KV, blocks",
         "kvcache_block_size": "tokens of a KV block",
-        "enable_prefix_caching": "reuse the KV of equal beginnings",
+        "enable_prefix_caching": "reuse the KV of equal prefixes",
     },
     "KV offload": {
         "enable_cpu_offload": "keep KV that does not fit the device in RAM; a size turns it on",
@@ -85,7 +85,7 @@ SETTINGS = {
         "draft_model": "the assistant of a Gemma 4, which guesses for it",
     },
     "sampling and debugging": {
-        "seed": "of requests, an integer",
+        "seed": "of requests that give none",
         "generation_config": "parameters of requests without any (auto: the model's own)",
         "debug_kv": "check every access to KV (slow)",
         "debug_copy_delay_ms": "longest random delay of a copy, ms",

@@ -159,7 +159,7 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
     for name, usage, text, fill in (
         ("run", "MODEL [PROMPT|FILE|-]", "answer one prompt", _fill_run),
         ("chat", "MODEL", "talk to a model in the terminal", _fill_chat),
-        ("serve", "MODEL", "a server for OpenAI's clients", _fill_serve),
+        ("serve", "MODEL", "a server with OpenAI's and Anthropic's APIs", _fill_serve),
         (
             "plan",
             "MODEL",

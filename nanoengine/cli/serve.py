@@ -1,4 +1,4 @@
-"""`nanoengine serve`: a server for OpenAI's clients, until SIGTERM or Ctrl-C."""
+"""`nanoengine serve`: a server with OpenAI's and Anthropic's APIs, until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def models_page() -> str:
 
 
 def _models() -> Iterator[str]:
-    yield "| models | kind | context | calls of tools | GGUF | `architectures` in config.json |"
+    yield "| models | kind | context | tool calls | GGUF | `architectures` in config.json |"
     yield "|---|---|---|---|---|---|"
     for family in FAMILIES:
         found = family.architectures

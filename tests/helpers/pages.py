@@ -98,14 +98,14 @@ values that ask for nothing, and refuse the others. What all of ours do: [Settin
 """
 VARIABLES = ", ".join(f"`{name}`" for name in TEMPLATE_VARIABLES)
 BODIES_HEAD = f"""\
-# What a request may hold
+# Request bodies
 
 {WRITTEN}
 
 The keys of requests over HTTP and, for the first two paths, of the lines of
 [nanoengine batch](command_line.md#batch). A key that would change the answer and cannot be obeyed
-is an error, and so is a key that nobody knows: it may be a parameter with a slip of the fingers.
-Names of [other engines](parameters.md) are told what they are here. `null` is no value.
+is an error, and so is a key that nobody knows: it may be a misspelt parameter.
+Errors about names of [other engines](parameters.md) say what they are here. `null` is no value.
 
 - `temperature`, `top_p` and others that a body lacks are those of `SamplingParams`, or the model's
   own with `generation_config="auto"`. Without a limit, a chat and a response may fill the context;
