@@ -111,7 +111,7 @@ ROWS = (
     Model("Llama 3.1 8B, Q4_K_M", LLAMA_8B, ("16 GB", "24 GB"), q4_k_m),
     Model("gpt-oss 20B, MXFP4", GPT_OSS_20B, ("16 GB", "24 GB")),
     Model("Llama 3.1 8B, bfloat16", LLAMA_8B, ("24 GB",)),
-    Model("Qwen3 30B-A3B, Q4_K_M", QWEN3_30B_A3B, ("24 GB",), q4_k_m),
+    Model("Qwen3 30B-A3B 2507, Q4_K_M", QWEN3_30B_A3B, ("24 GB",), q4_k_m),
     Model("Qwen3.6 27B, Q3_K_M", QWEN3_6_27B, ("16 GB",), q3_k_m),
     Model("Qwen3.6 27B, Q4_K_M", QWEN3_6_27B, ("24 GB",), q4_k_m, (*CONTEXTS, 262_144)),
 )

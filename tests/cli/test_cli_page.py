@@ -55,3 +55,22 @@ def test_commands_have_flags_that_exist(name: str) -> None:
         words = shlex.split(command, comments=True)
         if words[0] not in DOORS:
             assert make_parser()[0].parse_known_args(words)[1] == []
+
+
+# What config.json of the published models says.
+POSITIONS = {
+    "meta-llama/Llama-3.1-8B-Instruct": 131072,
+    "Qwen/Qwen3-4B": 40960,
+    "Qwen/Qwen3-4B-Instruct-2507": 262144,
+}
+PLANS = [command for found in COMMANDS.values() for command in found if command.startswith("plan ")]
+
+
+def test_no_plan_asks_for_a_context_that_its_model_does_not_have() -> None:
+    asked = 0
+    for command in [*PLANS, *(command for command, _ in EXAMPLES)]:
+        known = make_parser()[0].parse_known_args(shlex.split(command, comments=True))[0]
+        if known.context is not None:
+            assert known.context <= POSITIONS[known.model]
+            asked += 1
+    assert asked >= 6
