@@ -130,8 +130,8 @@ class ChatParsers:
             if kind in ("", "json", "json_object"):  # of a content, which there is not
                 return form_of_calls(use, frame, self.special_tokens)
             raise InvalidParamsError(
-                f"tool_choice={shown(use.choice)} and a form of the answer exclude each other; "
-                'give tool_choice="auto", or no form'
+                f"tool_choice={shown(use.choice)} and structured outputs exclude each other; give "
+                'tool_choice="auto", or leave structured_outputs (response_format) out'
             )
         if form is None and use.strict_schemas and self._shows_heads(use):
             return form_of_text(use)
@@ -139,8 +139,8 @@ class ChatParsers:
             return form
         if frame is None:
             raise InvalidParamsError(
-                "tools and a form of the answer exclude each other for this model: its calls are "
-                'not JSON; give tool_choice="none", or no form'
+                "tools and structured outputs exclude each other for this model: its calls are not "
+                'JSON; give tool_choice="none", or leave structured_outputs (response_format) out'
             )
         return form_of_calls(use, frame, self.special_tokens, schema or '{"type": "object"}')
 
@@ -200,7 +200,8 @@ class ChatParsers:
         if not self.shows_tools:
             raise InvalidParamsError(
                 "tools are not shown to this model: its chat template has none; describe them in "
-                "a message, and ask for a form (structured_outputs, or a server's response_format)"
+                "a message, and ask for structured outputs (structured_outputs, or a server's "
+                "response_format)"
             )
         if self.tools is not None and (self.tools.frame or not use.must_call):
             return self.tools

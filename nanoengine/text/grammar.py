@@ -186,7 +186,7 @@ class GrammarState:
         """
         if self._matcher.is_error() or not self._matcher.consume_token(token_id):
             raise RequestError(
-                f"the text cannot go on in the form of structured_outputs: "
+                f"the text cannot go on as structured_outputs asks: "
                 f"{_reason(self._matcher.get_error())}"
             )
         return bool(self._matcher.is_stopped())

@@ -195,7 +195,7 @@ missing: `nanoengine serve` has one scheduler, and shows its metrics at /metrics
     scheduler_load_shards_num scheduler_sync_period scheduler_expire_period
     scheduler_release_load_expire_period scheduler_reader_parallel scheduler_writer_parallel
     scheduler_reader_batch_size scheduler_writer_batch_size tokenizer_base_url
-missing: llguidance reads all forms; a request asks for one by structured_outputs of SamplingParams
+missing: llguidance reads all grammars; a request gives one in structured_outputs of SamplingParams
   vLLM: structured_outputs_config guided_decoding_backend guided_decoding_disable_fallback
     guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties
   FastDeploy: guided_decoding_backend guided_decoding_disable_any_whitespace

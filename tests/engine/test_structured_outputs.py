@@ -403,7 +403,7 @@ def test_a_grammar_that_grows_too_complex_ends_its_request_alone(llm: LLM) -> No
     light = SamplingParams(max_tokens=30, temperature=0, structured_outputs={"choice": CHOICES})
     failed, other = llm.generate(["x", "x"], [params, light], use_tqdm=False)
     assert failed.outputs[0].finish_reason == "error" and isinstance(failed.error, RequestError)
-    assert "form of structured_outputs: lexer error" in str(failed.error)
+    assert "structured_outputs asks: lexer error" in str(failed.error)
     assert other.outputs[0].text in CHOICES
 
 
