@@ -163,9 +163,9 @@ def quantised(source: Path, folder: Path, kind: str, is_left: Callable[[str], bo
 
 
 def mixed_gguf(source: Path, path: Path, name: str) -> Path:
-    """A GGUF whose matrices take turns in five types. name: of TINY."""
+    """A GGUF whose matrices take turns in four types. name: of TINY."""
     model = with_scaling(GGUFModel(source), name) if name in SCALINGS else GGUFModel(source)
-    kinds = [QuantType.Q8_0, QuantType.Q4_0, QuantType.F16, QuantType.Q5_1, QuantType.BF16]
+    kinds = [QuantType.Q8_0, QuantType.Q4_0, QuantType.F16, QuantType.Q5_1]
     matrices = [n for n, values in model.tensors.items() if values.ndim > 1 and "bias" not in n]
     for number, each in enumerate(matrices):
         if model.tensors[each].shape[-1] % 32 == 0 and "gate_inp" not in each:

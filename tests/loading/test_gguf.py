@@ -90,9 +90,10 @@ def test_a_float_model_comes_back_bit_for_bit(
     original, converted = state(tiny(name)), state(out)
     assert converted.keys() == original.keys()
     for key, values in converted.items():
-        assert values.dtype == torch.bfloat16
-        assert torch.equal(values, original[key].to(torch.bfloat16)), key
-    assert line == "F32 GGUF, dequantised to bfloat16"
+        is_moved = name == "gemma3" and key.endswith("norm.weight")  # the file has it with 1 added
+        said = original[key] + 1 - 1 if is_moved else original[key]
+        assert values.dtype == torch.float32 and torch.equal(values, said), key
+    assert line == "F32 GGUF"
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,8 @@ def test_quantised_rows_keep_their_order(
             expected[row] = rounded[head * 16 + (place % 8) * 2 + place // 8]
         assert heads in (4, 2)
         got = converted[f"model.layers.1.self_attn.{name}.weight"]
-        assert torch.equal(got, torch.from_numpy(expected).to(torch.bfloat16))
+        dtype = torch.float16 if kind == QuantType.F16 else torch.bfloat16
+        assert torch.equal(got, torch.from_numpy(expected).to(dtype)) and got.dtype == dtype
 
 
 @pytest.mark.slow
@@ -310,7 +312,7 @@ def test_gemma_equals_transformers_reading(
     assert read["config"]["model_type"] == model_type
     assert converted.keys() == read["tensors"].keys()
     for name, values in read["tensors"].items():
-        assert torch.equal(converted[name], values.to(torch.bfloat16)), name
+        assert torch.equal(converted[name], values), name
 
 
 def q8_0(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:

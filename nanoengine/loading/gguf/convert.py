@@ -1,8 +1,8 @@
 """One GGUF file into one Hugging Face folder.
 
 settings.py makes its configuration, tokenizer.py its tokenizer; tensors.py names its tensors. These
-are read and dequantised by the `gguf` package, then rounded to bfloat16. Knows nothing of caches or
-of the engine: after the conversion there is one loading path, `loader.py`'s.
+are read and dequantised by the `gguf` package, codes then rounded to bfloat16. Knows nothing of
+caches or of the engine: after the conversion there is one loading path, `loader.py`'s.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from nanoengine.models.families import OUT_IS_TILED
 from nanoengine.models.stored_codes import CODES_KEY, FORMATS, OF_GGUF, TAKEN_APART
 
 logger = logging.getLogger(__name__)
-CONVERTER_VERSION = 9  # part of the cache key: raise it when the written folder changes
+CONVERTER_VERSION = 10  # part of the cache key: raise it when the written folder changes
 
 CHUNK_ELEMENTS = 4 << 20  # dequantised at a time: 16 MiB of float32
 LARGE_GROWTH = 1 << 30  # bytes; a user wants to know of these before they are written
@@ -49,8 +49,10 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     words. keeps_codes: matrices of a type in stored_codes.OF_GGUF stay codes.
 
     Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json and
-    model.safetensors (bfloat16; codes are uint8 [rows, bytes of a row], and CODES_KEY of its
-    metadata is JSON with the format of each). At most 16 MiB of float32 are held at a time.
+    model.safetensors. Numbers there have the dtype of the file; codes that do not stay become
+    bfloat16, or float32 where others stay and latent attention takes these apart; codes are uint8
+    [rows, bytes of a row], and CODES_KEY of its metadata is JSON with the format of each. At most
+    16 MiB of float32 are held at a time.
     Raises CorruptModelError for a file that is damaged or changes, UnsupportedModelError for what
     cannot be represented, ModelNotFoundError for a part of a split file that is not beside it.
     """
@@ -63,8 +65,7 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     tensors = list(hf_tensors(metadata, config, stored))
     kind = _main_type(stored)
     stays = keeps_codes and kind in OF_GGUF
-    if keeps_codes:
-        tensors = [_with_codes(tensor) for tensor in tensors]
+    tensors = _as_written(tensors, keeps_codes)
     if not stays:
         _tell_growth(source, target, stored, tensors)
     eos_ids = write_tokenizer(metadata, target, config["vocab_size"])
@@ -72,6 +73,8 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     sampling = sampling_config(metadata)
     _write_json(target / "generation_config.json", {"eos_token_id": eos_ids} | sampling)
     _write_safetensors(target / "model.safetensors", tensors, files)
+    if kind in DTYPES:
+        return f"{kind} GGUF"
     return f"{kind} GGUF, {_in_words(kind) if stays else 'dequantised to bfloat16'}"
 
 
@@ -88,7 +91,7 @@ def read_forms(source: Path) -> dict[str, str]:
     """
     metadata, stored = _described(source)
     config = model_config(metadata, stored) | _order_of_codes(metadata)
-    kept = map(_with_codes, hf_tensors(metadata, config, stored))
+    kept = _as_written(list(hf_tensors(metadata, config, stored)), keeps_codes=True)
     return {tensor.name: tensor.code_format or tensor.dtype for tensor in kept}
 
 
@@ -127,6 +130,24 @@ def _with_codes(tensor: GgufTensor) -> GgufTensor:
     is_matrix = len(tensor.shape) == 2 and tensor.change is None
     is_matrix = is_matrix and not tensor.name.endswith(TAKEN_APART)
     return replace(tensor, code_format=OF_GGUF.get(tensor.quant_type.name, "") if is_matrix else "")
+
+
+def _as_written(tensors: list[GgufTensor], keeps_codes: bool) -> list[GgufTensor]:
+    """With the formats of codes that stay, and the dtypes of numbers: one for all rows of a name,
+    float32 where they have several.
+    """
+    made: list[GgufTensor] = []
+    for name, group in groupby(tensors, key=attrgetter("name")):
+        rows = [_with_codes(tensor) if keeps_codes else tensor for tensor in group]
+        of_codes = "F32" if keeps_codes and name.endswith(TAKEN_APART) else "BF16"
+        dtypes = {row.dtype or _own_dtype(row.quant_type.name, of_codes) for row in rows}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
+        made += (replace(row, dtype=dtype) for row in rows)
+    return made
+
+
+def _own_dtype(kind: str, of_codes: str) -> str:
+    return kind if kind in DTYPES else of_codes
 
 
 def _in_words(kind: str) -> str:

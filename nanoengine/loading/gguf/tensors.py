@@ -65,7 +65,8 @@ class GgufTensor:
     list come one below the other.
 
     data: [rows, bytes of a row] if quantised. rows: which to read, in this order; None: as stored.
-    change: of rows in float32. dtype: in which it is written. code_format: of one that stays codes.
+    change: of rows in float32. dtype: in which it is written; "": see convert_gguf. code_format: of
+    one that stays codes.
     """
 
     name: str
@@ -74,7 +75,7 @@ class GgufTensor:
     quant_type: Any
     rows: Order | None = None
     change: Callable[[Tensor], Tensor] | None = None
-    dtype: str = "BF16"
+    dtype: str = ""
     code_format: str = ""
 
     @property
@@ -84,7 +85,7 @@ class GgufTensor:
             weights, num_bytes = FORMATS[self.code_format]
             shape = (self.shape[0], self.shape[1] // weights * num_bytes)
             return "U8", shape, math.prod(shape)
-        size = {"BF16": 2, "F32": 4}[self.dtype]
+        size = {"BF16": 2, "F16": 2, "F32": 4}[self.dtype]
         return self.dtype, self.shape, size * math.prod(self.shape)
 
 
@@ -212,9 +213,8 @@ class _Layer:
             parts = [names.parts[place] for place in _EXPERT_PARTS[self.part]]
             return _by_expert(f"{block}experts.", parts, str(self.kind), stored)
         if self.part == _ROUTER:
-            dtype = "F32" if names.exact_router else "BF16"
             made = _of_name(self.metadata, self.config, stored, f"{block}gate.{self.kind}")
-            return [replace(each, dtype=dtype) for each in made]
+            return [replace(each, dtype="F32" * names.exact_router) for each in made]
         name = None
         if self.part in _SHARED_PARTS and names.shared:
             name = f"{beside}{names.shared}.{_SHARED_PARTS[self.part]}_proj.{self.kind}"
@@ -265,7 +265,7 @@ class _Layer:
                 stored.data,
                 stored.tensor_type,
                 change=_log_of_negative if name == "A_log" else None,
-                dtype="F32" if name in KEPT_IN_FP32 else "BF16",
+                dtype="F32" * (name in KEPT_IN_FP32),
             )
         ]
 
