@@ -245,6 +245,11 @@ class Sequence:
         return self.grammar is not None or self.request.params.follows_history
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt, as a new list."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
     def output_token_ids(self) -> list[int]:
         """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]

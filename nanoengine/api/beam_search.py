@@ -119,10 +119,13 @@ class BeamSearch:
             self._go_on(best)
 
     def _hypothesis(self, candidate: _Candidate, num_tokens: int) -> BeamSearchSequence:
-        token_ids = candidate.token_ids[self._num_prompt :]
+        ids, start = candidate.token_ids, self._num_prompt
+        token_ids = ids[start:]
         is_stopped = candidate.token_id in self._eos_token_ids
         return BeamSearchSequence(
-            self._engine.outputs.decode(token_ids[:-1] if is_stopped else token_ids),
+            self._engine.outputs.text_after(
+                ids[:start], ids[start:-1] if is_stopped else token_ids
+            ),
             token_ids,
             self._score(candidate.logprob, num_tokens),
             candidate.logprob,

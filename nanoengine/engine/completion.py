@@ -12,6 +12,7 @@ from nanoengine.errors import RequestError
 from nanoengine.outputs import CompletionOutput, Logprob, StreamDelta, TokenLogprobs
 from nanoengine.sequence import Sequence, TokenScore
 from nanoengine.text.answer_pieces import HeldBack
+from nanoengine.text.detokenizer import text_after
 from nanoengine.text.tokenizer import Tokenizer
 
 
@@ -80,7 +81,8 @@ class Completion:
         if output.ends_in_token and not params.include_stop_str_in_output:
             token_ids = token_ids[:-1]  # the token that ended the text is not part of it
         try:
-            return self._tokenizer.decode(token_ids, params.skip_special_tokens)
+            prompt = self.seq.prompt_token_ids
+            return text_after(self._tokenizer, prompt, token_ids, params.skip_special_tokens)
         except RequestError as error:
             output.error, output.finish_reason = error, "error"
             return ""

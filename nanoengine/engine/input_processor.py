@@ -129,17 +129,17 @@ class InputProcessor:
             mtp_length=PayingDrafts(mtp, self._drafts) if mtp else None,
             history=_history(token_ids, owner) if params.penalizes else None,
             grammar=self.grammars.state_for(params, token_ids) if params.is_held else None,
-            output=SequenceOutput(text_stream=self._text_stream(params, is_streamed)),
+            output=SequenceOutput(text_stream=self._text_stream(params, is_streamed, token_ids)),
         )
 
     def _text_stream(
-        self, params: SamplingParams, is_streamed: bool
+        self, params: SamplingParams, is_streamed: bool, prompt: list[int]
     ) -> IncrementalDetokenizer | None:
         """For a completion whose text is needed while it is generated."""
         wants_text = params.stop_strings or (is_streamed and self._tokenizer is not None)
         if not (wants_text and params.detokenize):
             return None
-        return IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
+        return IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens, prompt)
 
     def _checked_ids(self, prompt: object) -> list[int]:
         vocab = self._model_config.vocab_size

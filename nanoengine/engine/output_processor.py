@@ -13,6 +13,7 @@ from functools import reduce
 from nanoengine.engine.completion import Completion, token_logprobs
 from nanoengine.outputs import RequestMetrics, RequestOutput, StreamDelta, TokenLogprobs
 from nanoengine.sequence import Sequence
+from nanoengine.text.detokenizer import text_after
 from nanoengine.text.tokenizer import Tokenizer
 
 
@@ -30,7 +31,7 @@ class RequestState:
     @property
     def prompt_token_ids(self) -> list[int]:
         """The prompt, as a new list."""
-        return self.seqs[0].token_ids[: self.seqs[0].num_prompt_tokens]
+        return self.seqs[0].prompt_token_ids
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
@@ -145,6 +146,6 @@ class OutputProcessor:
         """Those of these sequences that belong to a request: beams do not."""
         return [seq for seq in seqs if (seq.prompt_owner or seq).seq_id in self._requests]
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of token ids, special ones left out; "" without a tokenizer."""
-        return self._tokenizer.decode(token_ids) if self._tokenizer else ""
+    def text_after(self, prompt: list[int], token_ids: list[int]) -> str:
+        """What tokens add to a prompt's text, special ones left out; "" without a tokenizer."""
+        return text_after(self._tokenizer, prompt, token_ids) if self._tokenizer else ""

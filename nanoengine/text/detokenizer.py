@@ -45,20 +45,48 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     return text.encode()
 
 
+def text_after(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    token_ids: Sequence[int],
+    skip_special_tokens: bool = True,
+) -> str:
+    """What tokens add to the text of their prompt."""
+    before, head = _context(tokenizer, prompt)
+    return tokenizer.decode([*before, *token_ids], skip_special_tokens)[len(head) :]
+
+
+def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[list[int], str]:
+    """The end of a prompt that a text goes on from, whole characters, and its text: SentencePiece's
+    decoders leave out the space of a first token. After a special token a text begins anew.
+    """
+    special = tokenizer.special_ids
+    for num in range(1, MAX_BROKEN + 2) if prompt and prompt[-1] not in special else ():
+        before = [token_id for token_id in prompt[-num:] if token_id not in special]
+        head = tokenizer.decode(before)
+        if REPLACEMENT not in head:
+            return before, head
+    return [], ""
+
+
 class IncrementalDetokenizer:
     """Turns the tokens of one sequence into text one at a time, never half a character.
 
     Each token decodes a window of recent ids again. The window is cut where the text is complete,
-    so the work per token does not grow. Text given out never changes; it equals `tokenizer.decode`
-    of all ids.
+    so the work per token does not grow. Text given out never changes; it equals `text_after` of all
+    ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()
+    ) -> None:
+        """prompt: what comes before the sequence."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._window: list[int] = []  # ids[:_settled] are complete text and serve as context
-        self._settled = 0
-        self._given = 0  # characters of the window's text that were given out
+        # ids[:_settled] are complete text and serve as context
+        self._window, head = _context(tokenizer, prompt)
+        self._settled = len(self._window)
+        self._given = len(head)  # characters of the window's text that were given out
         self._pieces: list[str] = []
 
     @property

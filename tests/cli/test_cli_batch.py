@@ -21,6 +21,7 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.api.streaming import DeltaStream
 from nanoengine.cli.batch_files import AnswerFile
 from nanoengine.cli.main import FAILED, INTERRUPTED, MISUSED, main
+from nanoengine.engine import completion
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import OutputProcessor
 from nanoengine.errors import TransferError
@@ -332,14 +333,14 @@ def test_ctrl_c_in_a_destructor_is_not_lost(
 def test_a_request_that_fails_while_it_runs_is_a_servers_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = Tokenizer.decode
+    text_after = completion.text_after
 
-    def fail(self: Tokenizer, ids: Any, *rest: Any) -> str:
+    def fail(tokenizer: Tokenizer, prompt: Any, ids: Any, *rest: Any) -> str:
         if len(ids) == 7:
             raise TransferError("its KV was lost")
-        return decode(self, ids, *rest)
+        return text_after(tokenizer, prompt, ids, *rest)
 
-    monkeypatch.setattr(Tokenizer, "decode", fail)
+    monkeypatch.setattr(completion, "text_after", fail)
     rows = [ask(f"{n}", prompt="x", max_tokens=n, ignore_eos=True) for n in (7, 8)]
     target = tmp_path / "out.jsonl"
     run(write(tmp_path / "in.jsonl", rows), target, folder, status=FAILED)
