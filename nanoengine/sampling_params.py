@@ -158,7 +158,7 @@ class SamplingParams:
     structured_outputs: the form that the text must have, a StructuredOutputsParams or a dict of its
     fields. A text that can go on no further ends with "stop".
     thinking_token_budget: most tokens of a thinking model's thoughts; then they are ended by what
-    it ends them with.
+    it ends them with. None or -1: no limit.
 
     Raises InvalidParamsError for a value out of range, and for an unknown name: it says what names
     of other engines are here.
@@ -206,7 +206,8 @@ class SamplingParams:
                 )
         name = "thinking_token_budget"
         if self.thinking_token_budget is not None:
-            self._set(name, _integer(name, self.thinking_token_budget, 0, MAX_COUNT))
+            budget = _integer(name, self.thinking_token_budget, -1, MAX_COUNT)
+            self._set(name, None if budget == -1 else budget)  # as for vLLM
         if self.seed is not None:
             seed = _integer("seed", self.seed, *SEEDS)
             self._set("seed", None if seed == -1 else seed)  # as for vLLM, llama.cpp and Ollama

@@ -110,6 +110,10 @@ def _thinking(given: dict[str, Any]) -> tuple[int | None, dict[str, Any] | None]
     if (kind == "enabled") != (budget is not None):
         says = "needs budget_tokens" if budget is None else "takes no budget_tokens"
         raise InvalidParamsError(f"thinking {says}, got {shown(asked)}; only enabled has them")
+    if isinstance(budget, int) and budget < 0:  # -1 is no limit of SamplingParams alone
+        raise InvalidParamsError(
+            f"thinking.budget_tokens must be at least 0, got {shown(budget)}; adaptive has no limit"
+        )
     thinks = {"enable_thinking": kind != "disabled"}
     return budget, (variables or {}) | thinks | (template_kwargs(given) or {})
 

@@ -123,7 +123,10 @@ def test_a_model_without_thoughts_has_no_budget(tiny: Callable[[str], Path]) -> 
         with pytest.raises(InvalidParamsError, match="thinking_token_budget needs a model that"):
             llm.generate("a", {"thinking_token_budget": 5}, use_tqdm=False)
         with pytest.raises(InvalidParamsError, match="thinking_token_budget must be"):
-            llm.generate("a", {"thinking_token_budget": -1}, use_tqdm=False)
+            llm.generate("a", {"thinking_token_budget": -2}, use_tqdm=False)
+        no_limit = SamplingParams(thinking_token_budget=-1, max_tokens=1)  # as for vLLM
+        assert no_limit == SamplingParams(max_tokens=1)
+        assert llm.generate("a", no_limit, use_tqdm=False)[0].error is None
 
 
 class Letters:
