@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -134,5 +135,11 @@ def fingerprint(parts: ComputeParts) -> str:
         for path in parts.folder.glob("*")
         if path.suffix in (".safetensors", ".json")
     )
-    said = repr((parts.model.config, files, parts.facts.dtype, parts.facts.attention))
+    shape = json.dumps(asdict(parts.model.config), default=_in_order)
+    said = repr((shape, files, parts.facts.dtype, parts.facts.attention))
     return hashlib.sha256(said.encode()).hexdigest()
+
+
+def _in_order(value: object) -> object:
+    """What JSON has no form for: a set, which is in another order in each process, or a value."""
+    return sorted(value) if isinstance(value, frozenset) else repr(value)

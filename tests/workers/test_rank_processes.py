@@ -4,6 +4,7 @@ the work is interrupted.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ import pytest
 import torch
 from descriptors import open_descriptors
 from marks import needs_compiler
+from quantised import quantised
 
 from nanoengine import LLM, ConfigError, EngineError, SamplingParams
 from nanoengine.workers import leading_rank
@@ -125,6 +127,23 @@ def test_a_rank_that_finds_another_model_is_refused(
     monkeypatch.setattr(leading_rank, "fingerprint", lambda parts: "another")
     with pytest.raises(EngineError, match="rank 1 of 2 found another model"):
         make()
+
+
+def test_what_a_checkpoint_leaves_out_is_the_same_model_in_each_process(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Names are kept as a set, whose order is another in each process."""
+    folder = quantised(tiny("llama"), tmp_path / "awq", "awq", lambda name: "down_proj" in name)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    names = ["lm_head", "down_proj", *(f"vision.blocks.{number}" for number in range(20))]
+    config["quantization_config"]["modules_to_not_convert"] = names
+    path.write_text(json.dumps(config))
+    settings = {"num_gpu_blocks": 64, "kvcache_block_size": 8, "dtype": "bfloat16"}
+    with LLM(folder, num_threads=1, **settings) as llm:
+        expected = scores(llm)
+    with LLM(folder, tensor_parallel_size=2, num_threads=2, **settings) as llm:
+        assert scores(llm) == expected
 
 
 def test_gpus_that_are_not_there_are_refused_before_anything_starts(
