@@ -41,9 +41,18 @@ GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
 
 
+# vLLM's names, the values that they may have in a beam search, and why no others.
+OF_BEAMS: dict[str, tuple[object, str]] = {
+    "temperature": (0, "beam search draws no tokens; leave it out, or use generate()"),
+    "include_stop_str_in_output": (False, "token_ids hold the token that ended a text"),
+    "structured_outputs": (None, "beam search has no forms; use generate()"),
+}
+
+
 def _explained(kind: type[Params]) -> type[Params]:
     """Decorate a class: a field that it does not have is an error in words, and so is a change."""
-    init = explains_unknown(PARAMETER, f" of {kind.__name__}")(kind.__init__)
+    own = OF_BEAMS if kind.__name__ == "BeamSearchParams" else {}
+    init = explains_unknown(PARAMETER, f" of {kind.__name__}", own)(kind.__init__)
     # The same, with words for an error.
     kind.__init__ = ends_at_the_user(init)  # type: ignore[method-assign]
     kind.__setattr__ = _stays  # type: ignore[method-assign]
@@ -327,6 +336,7 @@ class BeamSearchParams:
     best beam, at its present length, would beat the worst of them; "never" ends it only when no
     beam can score better at any length.
     ignore_eos: go on past the model's end-of-sequence tokens.
+    vLLM's temperature=0 and include_stop_str_in_output=False change nothing, and may be there.
 
     Raises InvalidParamsError for a value out of range.
     """

@@ -178,19 +178,29 @@ def _given_in(engine_args: object) -> dict[str, Any]:
     return given
 
 
-def explains_unknown(scope: str, where: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+def explains_unknown(
+    scope: str, where: str = "", own: Mapping[str, tuple[object, str]] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function: a keyword that it does not have raises InvalidParamsError in words, not
     a bare TypeError. One of another engine is left out if it asks for what is done anyway, as None
     and other defaults there do. The signature and the help stay as they are.
+
+    own: names that mean another thing here than in the scope; of each the value that asks for what
+    is done, and the sentence about others.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         known = signature(function).parameters.keys() - {"self"}
+        others = own or {}
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in [name for name in kwargs if name not in known]:
-                if not asks_what_is_done(scope, name, kwargs[name]):
+                if name in others:
+                    done, sentence = others[name]
+                    if kwargs[name] not in (None, done):
+                        raise InvalidParamsError(f"unknown {scope} {name!r}{where}; {sentence}")
+                elif not asks_what_is_done(scope, name, kwargs[name]):
                     raise InvalidParamsError(unknown_name(scope, name, known, where))
                 del kwargs[name]
             return function(*args, **kwargs)

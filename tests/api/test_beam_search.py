@@ -302,6 +302,8 @@ def test_ctrl_c_frees_all_beams(llm: LLM) -> None:
         ({"beam_width": 2, "max_tokens": 4, "early_stopping": "always"}, "\"never\", got 'always'"),
         ({"beam_width": 2, "max_tokens": 4, "ignore_eos": 1}, "ignore_eos must be True or False"),
         ({"beam_width": 2, "max_tokens": 4, "num_beams": 2}, "num_beams"),
+        ({"beam_width": 2, "max_tokens": 4, "temperature": 0.5}, "draws no tokens"),
+        ({"beam_width": 2, "max_tokens": 4, "structured_outputs": {"regex": "a"}}, "has no forms"),
         ({"params": BeamSearchParams(2, 4), "beam_width": 2}, "not both"),
         ({"params": SamplingParams()}, "expected BeamSearchParams, got SamplingParams"),
     ],
@@ -309,6 +311,12 @@ def test_ctrl_c_frees_all_beams(llm: LLM) -> None:
 def test_bad_parameters_are_refused(llm: LLM, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidParamsError, match=words):
         llm.beam_search("Hi", **settings)
+
+
+def test_parameters_of_vllm_that_change_nothing_may_be_there() -> None:
+    plain = BeamSearchParams(beam_width=2, max_tokens=4)
+    names = {"temperature": 0.0, "include_stop_str_in_output": False, "structured_outputs": None}
+    assert BeamSearchParams(beam_width=2, max_tokens=4, **names) == plain  # type: ignore[arg-type]
 
 
 def test_a_closed_engine_refuses(ending: Path) -> None:
