@@ -20,7 +20,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-TokenLogprobs = dict[int, Logprob]  # of one position: its token and the likeliest tokens
+TokenLogprobs = dict[int, Logprob]  # of one position: its token, then the likeliest tokens
 
 
 @dataclass(frozen=True, slots=True)

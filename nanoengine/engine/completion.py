@@ -123,11 +123,11 @@ def output_of(whole: StreamDelta) -> CompletionOutput:
 
 
 def token_logprobs(score: TokenScore, tokenizer: Tokenizer | None) -> TokenLogprobs:
-    """A score as users see it: the likeliest tokens of a position and the one that is there."""
-    ranked = [(i, value, rank) for rank, (i, value) in enumerate(score.likeliest, 1)]
-    if all(i != score.token_id for i, _, _ in ranked):
-        ranked.append((score.token_id, score.logprob, score.rank))
-    return {i: Logprob(value, rank, _decoded(i, tokenizer)) for i, value, rank in ranked}
+    """A score as users see it: the token of a position, as vLLM has it, and then the likeliest."""
+    ranked = {i: (value, rank) for rank, (i, value) in enumerate(score.likeliest, 1)}
+    own = score.token_id
+    ranked = {own: ranked.get(own, (score.logprob, score.rank))} | ranked
+    return {i: Logprob(*scored, _decoded(i, tokenizer)) for i, scored in ranked.items()}
 
 
 def _decoded(token_id: int, tokenizer: Tokenizer | None) -> str | None:

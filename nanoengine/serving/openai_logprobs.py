@@ -11,7 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta, TokenLogprobs
+from nanoengine.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    StreamDelta,
+    TokenLogprobs,
+)
 from nanoengine.text.answer_pieces import Kind, Piece
 from nanoengine.text.byte_tokens import REPLACEMENT
 
@@ -31,11 +37,17 @@ def chat_logprobs(
         return None
     content = []
     for token_id, position in zip(made.token_ids, made.logprobs, strict=True):
-        # In order: likeliest first, the token itself last unless it is one of them.
-        written = {i: _entry(token_bytes(i), each.logprob) for i, each in position.items()}
+        ranked = _likeliest_first(position)
+        written = {i: _entry(token_bytes(i), each.logprob) for i, each in ranked}
         likeliest = list(islice(written.values(), num_likeliest))
         content.append(written[token_id] | {"top_logprobs": likeliest})
     return {"content": content, "refusal": None}
+
+
+def _likeliest_first(position: TokenLogprobs) -> list[tuple[int, Logprob]]:
+    """In order of rank; the position's own token goes after others of the same one."""
+    own, *others = position.items()
+    return sorted([*others, own], key=lambda entry: entry[1].rank)
 
 
 def _entry(data: bytes, logprob: float) -> dict[str, Any]:
@@ -131,7 +143,7 @@ class CompletionLogprobs:
     def _by_text(self, position: TokenLogprobs) -> dict[str, float]:
         """Log-probabilities by the texts of tokens; the likeliest of those that look the same."""
         found: dict[str, float] = {}
-        for token_id, each in position.items():
+        for token_id, each in _likeliest_first(position):
             found.setdefault(_text(self._token_bytes(token_id)), max(each.logprob, LOWEST))
         return found
 

@@ -169,6 +169,7 @@ def check_logprobs(
     for entry, row, token_id in zip(found, logits.log_softmax(-1), ids, strict=True):
         best = row.topk(num_likeliest).indices.tolist()
         assert set(entry) == {*best, token_id}
+        assert next(iter(entry)) == token_id  # as in vLLM
         for i, each in entry.items():
             assert abs(each.logprob - float(row[i])) < 1e-3
             assert each.rank == 1 + int((row > row[i]).sum())
