@@ -66,13 +66,16 @@ class KVMemory:
             self.offload: OffloadEngine | None = None
             if spec.num_host_blocks:
                 self.offload = OffloadEngine(device, self.pool, spec, debug)
-        except (RuntimeError, MemoryError) as error:
-            num_bytes = spec.block_bytes * spec.num_blocks + spec.state_bytes
-            gib = (num_bytes + spec.host_block_bytes * spec.num_host_blocks) / (1 << 30)
+        except (RuntimeError, MemoryError, OSError) as error:  # OSError: of mmap
+            snapshots = spec.num_snapshots * spec.bytes_of_a_state
+            on_device = spec.block_bytes * spec.num_blocks + spec.state_bytes
+            on_host = spec.host_block_bytes * spec.num_host_blocks + snapshots
+            what = " and snapshots of recurrent states" if snapshots else ""
+            less = ", or set enable_prefix_caching=False" if snapshots else ""
             raise OutOfMemoryError(
-                f"{spec.num_blocks} device and {spec.num_host_blocks} host KV blocks need "
-                f"{gib:.2f} GiB, which could not be allocated; lower kv_cache_gib, num_gpu_blocks "
-                "or kv_offload_gib"
+                f"{spec.num_blocks} device and {spec.num_host_blocks} host KV blocks{what} need "
+                f"{(on_device + on_host) / (1 << 30):.2f} GiB, which could not be allocated; lower "
+                f"kv_cache_gib, num_gpu_blocks or kv_offload_gib{less}"
             ) from error
         self.layers = [LayerPool.of(blocks) for blocks in self.pool]
         self._no_transfers = TransferCounters()

@@ -6,6 +6,8 @@ Logits and ids beside transformers' are tested with the other architectures' (TI
 
 from __future__ import annotations
 
+import errno
+import mmap
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from nanoengine import SamplingParams
 from nanoengine.config.model import AnyRecurrent, RecurrentConfig
+from nanoengine.errors import OutOfMemoryError
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_recurrence import CpuRecurrence
@@ -269,6 +272,24 @@ def test_the_snapshot_used_longest_ago_makes_room() -> None:
     snapshots.use(first)
     snapshots.add(third)
     assert [snapshots.num_before([block]) for block in blocks] == [1, 0, 1, 0]
+
+
+def test_snapshots_that_find_no_memory_are_named(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `ulimit -v`, where mmap raises an error of the system."""
+    path, taken = tiny("qwen3.5"), mmap.mmap
+
+    def limited(fileno: int, length: int, **options: int) -> mmap.mmap:
+        if fileno == -1:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return taken(fileno, length, **options)
+
+    monkeypatch.setattr(mmap, "mmap", limited)
+    said = r"and snapshots of recurrent states need .*, or set enable_prefix_caching=False"
+    with pytest.raises(OutOfMemoryError, match=said):
+        small_engine(path)
+    small_engine(path, enable_prefix_caching=False).close()
 
 
 def test_a_step_that_failed_is_computed_from_the_beginning(
