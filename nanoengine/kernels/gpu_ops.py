@@ -18,6 +18,7 @@ from nanoengine.kernels.triton_recurrence import recurrence
 from nanoengine.models.draw import Draws
 from nanoengine.models.experts import (
     IN_A_GRAPH,
+    NOT_OF_8_ON_A_GPU,
     ON_A_GPU,
     CodedExpert,
     ExpertWeights,
@@ -68,7 +69,7 @@ class GpuOps(KernelOps):
     def experts(
         self, weights: MixtureWeights, router: Router, activation: str, gather: Map | None = None
     ) -> Product:
-        """Raises ConfigError where PyTorch's grouped product would make the host wait."""
+        """Raises ConfigError where PyTorch's grouped product cannot run, or the host would wait."""
         others, gated = iter(weights.experts), self.gated(activation)
         first, count = next(others), weights.routing.config.count
         stored: Iterable[ExpertWeights] = chain((first,), others)
@@ -79,6 +80,8 @@ class GpuOps(KernelOps):
                 return self._products.experts(router, coded, gated, gather)
         if first.up.dtype is not torch.bfloat16:
             raise ConfigError(ON_A_GPU)
+        if any(size % 8 for size in first.up.shape):
+            raise ConfigError(NOT_OF_8_ON_A_GPU.format(*first.up.shape))
         grouped = GroupedExperts(router, stored, count, gated, gather)
         if self._graphs is not None and grouped.host_waits:
             raise ConfigError(IN_A_GRAPH)

@@ -24,6 +24,10 @@ Router = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 ON_A_GPU = (
     'experts of numbers run on a GPU in bfloat16 only; set dtype="bfloat16" or quantization="int8"'
 )
+NOT_OF_8_ON_A_GPU = (
+    "experts of numbers run on a GPU if both sizes are multiples of 8, for PyTorch's grouped "
+    'product; these have {} x {}: set device="cpu"'
+)
 IN_A_GRAPH = (
     "on this GPU PyTorch makes the host wait for each product of experts, which no graph can hold; "
     'set enforce_eager=True or quantization="int8"'

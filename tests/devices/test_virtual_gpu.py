@@ -14,6 +14,7 @@ import pytest
 import torch
 from driver import Driver, answer, expected, host_gib, small_engine, token_ids
 from marks import needs_no_gpu
+from tiny_models import TINY
 from tool_models import tool_model
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -566,3 +567,12 @@ def test_it_sees_waits_and_tensors_of_the_host(gpu: VirtualGpu) -> None:
             waiting()
     assert device.read_back(x).tolist() == [[1.0, 2.0], [3.0, 4.0]]
     assert gpu.num_waits == 1
+
+
+def test_experts_of_odd_sizes_are_refused_in_words(gpu: VirtualGpu, tmp_path: Path) -> None:
+    """PyTorch's product would say that strides are no multiples of 16 bytes, at the first step."""
+    odd = TINY["qwen3-moe"].settings | {"moe_intermediate_size": 20}
+    with gpu.left():
+        replace(TINY["qwen3-moe"], settings=odd)(tmp_path)
+    with pytest.raises(ConfigError, match=r'multiples of 8, .* have 20 x 64: set device="cpu"'):
+        engine(tmp_path, dtype="bfloat16", num_gpu_blocks=16)
