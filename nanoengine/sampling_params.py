@@ -45,7 +45,7 @@ MIN_TEMPERATURE = 0.01
 OF_BEAMS: dict[str, tuple[object, str]] = {
     "temperature": (0, "beam search draws no tokens; leave it out, or use generate()"),
     "include_stop_str_in_output": (False, "token_ids hold the token that ended a text"),
-    "structured_outputs": (None, "beam search has no forms; use generate()"),
+    "structured_outputs": (None, "beam search takes no constraints; use generate()"),
 }
 
 
