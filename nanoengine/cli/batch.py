@@ -128,6 +128,11 @@ def _check_paths(source: Path, target: Path) -> None:
     if target.is_dir() or not target.absolute().parent.is_dir():
         what = "is a folder" if target.is_dir() else "is in a folder that does not exist"
         raise UsageError(f"the output {target} {what}; give a file such as answers.jsonl")
+    if target.exists() and not target.is_file():  # a device or a pipe, whose end never comes
+        raise UsageError(
+            f"the output {target} is no file, and a batch reads what is there first; give a path "
+            "such as answers.jsonl"
+        )
     if target.exists() and target.samefile(source):
         raise UsageError(
             f"the output {target} is the input itself; give a path of its own such as answers.jsonl"

@@ -223,6 +223,7 @@ def test_a_path_that_cannot_be_used_is_named(
     """Before the model is looked for."""
     source = write(tmp_path / "in.jsonl", [ask("a", prompt="x")])
     (tmp_path / "link.jsonl").symlink_to(source)
+    os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     for given, made, said in (
         ("in.jsonl", "-", "the output must be a file"),
@@ -230,13 +231,16 @@ def test_a_path_that_cannot_be_used_is_named(
         ("in.jsonl", "./in.jsonl", "the output in.jsonl is the input itself; give a path"),
         ("in.jsonl", "link.jsonl", "the output link.jsonl is the input itself"),
         ("in.jsonl", ".", "the output . is a folder; give a file such as answers.jsonl"),
+        ("in.jsonl", "pipe", "the output pipe is no file, and a batch reads what is there first"),
+        ("in.jsonl", "/dev/full", "the output /dev/full is no file"),
         ("in.jsonl", "no/out.jsonl", "out.jsonl is in a folder that does not exist; give a file"),
         ("none.jsonl", "out.jsonl", "the input none.jsonl does not exist; check the path"),
         (".", "out.jsonl", "the input . is no file; check"),
     ):
         assert main(["batch", given, made, "--model", "no-such-model"]) == MISUSED
         assert said in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "link.jsonl"]
+    there = sorted(path.name for path in tmp_path.iterdir())
+    assert there == ["in.jsonl", "link.jsonl", "pipe"]
 
 
 def test_ids_twice_are_refused_before_anything_runs(
