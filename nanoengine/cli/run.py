@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_prompt(given: str) -> str:
-    """The prompt itself, the content of the file of that name, or standard input for "-".
+    """The prompt itself, the content of the file or pipe of that name, or standard input for "-". A
+    mark of byte order at the beginning of a file is no part of it.
 
     Raises UsageError if it is empty or no text in UTF-8.
     """
@@ -55,10 +57,10 @@ def read_prompt(given: str) -> str:
                     "there is no prompt: give a text, a file, or - and standard input; a "
                     "conversation is nanoengine chat MODEL"
                 )
-            text = sys.stdin.buffer.read().decode("utf-8")
-        elif os.path.isfile(given):
+            text = sys.stdin.buffer.read().decode("utf-8-sig")
+        elif _is_file_or_pipe(given):
             where = given
-            text = Path(given).read_text(encoding="utf-8")
+            text = Path(given).read_text(encoding="utf-8-sig")
         else:
             given.encode()  # bytes of a command line that are no text are surrogates
             text = given
@@ -67,3 +69,12 @@ def read_prompt(given: str) -> str:
     if not text:
         raise UsageError(f"{where} is empty")
     return text
+
+
+def _is_file_or_pipe(given: str) -> bool:
+    """Whether it names something to read. A shell's <(...) is a pipe."""
+    try:
+        mode = os.stat(given).st_mode
+    except (OSError, ValueError):  # most prompts, also those that are too long for a name
+        return False
+    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)

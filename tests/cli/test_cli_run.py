@@ -19,6 +19,7 @@ from live_server import until
 from nanoengine import LLM, SamplingParams
 from nanoengine.cli import answers as answering
 from nanoengine.cli.main import FAILED, MISUSED, main
+from nanoengine.cli.run import read_prompt
 from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.llm_engine import LLMEngine
 
@@ -166,7 +167,7 @@ def test_flags_may_come_before_the_prompt(
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("source", ["file", "-", "nothing"])
+@pytest.mark.parametrize("source", ["file", "marked", "pipe", "-", "nothing"])
 def test_the_prompt_may_come_from_a_file_or_from_standard_input(
     source: str,
     folder: Path,
@@ -175,12 +176,23 @@ def test_the_prompt_may_come_from_a_file_or_from_standard_input(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = tmp_path / "prompt.txt"
+    path, marked = tmp_path / "prompt.txt", tmp_path / "marked.txt"
     path.write_text(PROMPT, encoding="utf-8")
-    give_input(monkeypatch, b"" if source == "file" else PROMPT.encode())
-    prompt = {"file": [str(path)], "-": ["-"], "nothing": []}[source]
+    marked.write_text(PROMPT, encoding="utf-8-sig")
+    reader, writer = os.pipe()
+    os.write(writer, PROMPT.encode())
+    os.close(writer)
+    give_input(monkeypatch, PROMPT.encode() if source in ("-", "nothing") else b"")
+    files = {"file": [str(path)], "marked": [str(marked)], "pipe": [f"/dev/fd/{reader}"]}
+    prompt = (files | {"-": ["-"], "nothing": []})[source]
     assert main(["run", str(folder), *prompt, "--raw", "--quiet", *FLAGS]) == 0
+    os.close(reader)
     assert capsys.readouterr() == (answers["raw"] + "\n", "")
+
+
+def test_a_prompt_may_be_longer_than_a_name(tmp_path: Path) -> None:
+    for given in ("a" * 300, "a/" * 5000, str(tmp_path)):
+        assert read_prompt(given) == given
 
 
 def test_json_is_one_object_on_stdout(
