@@ -327,5 +327,8 @@ def _row(args: argparse.Namespace, made: Any, machine: _Machine) -> dict[str, An
 
 
 def _flag(name: str, value: object) -> str:
-    flag = f"--{name.replace('_', '-')}"
-    return flag if value is True else f"{flag} {value}"
+    """A setting as a shell takes it."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {shlex.quote(str(value))}"

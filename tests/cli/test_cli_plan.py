@@ -20,7 +20,7 @@ from tiny_model import LLAMA_8B
 
 from nanoengine import LLM
 from nanoengine.cli import measure
-from nanoengine.cli.main import FAILED, MISUSED, main
+from nanoengine.cli.main import FAILED, MISUSED, main, make_parser
 from nanoengine.cli.measure import machine_name
 from nanoengine.devices.cpu import default_threads, native_dtype
 from nanoengine.kernels.call_tape import CallTape
@@ -67,6 +67,18 @@ def test_the_command_is_one_for_a_shell(folder: Path, capsys: pytest.CaptureFixt
     assert main(["plan", str(model), *GPU_24]) == 0
     command = capsys.readouterr().out.splitlines()[-1].removeprefix("command ")
     assert shlex.split(command)[:3] == ["nanoengine", "chat", str(model)]
+
+
+def test_the_command_is_one_that_the_parser_takes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = folder.rename(folder.parent / "my model")
+    asked = ["--tokenizer", str(model), "--no-enable-prefix-caching", "--num-gpu-blocks", "9"]
+    assert main(["plan", str(model), *GPU_24, *asked]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("command ")
+    args = make_parser()[0].parse_args(shlex.split(command)[1:])
+    assert (args.model, args.tokenizer) == (str(model), str(model))
+    assert not args.enable_prefix_caching and args.num_gpu_blocks == 9
 
 
 def test_letters_that_a_terminal_lacks_are_question_marks(
