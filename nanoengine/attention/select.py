@@ -58,19 +58,38 @@ def make_attention(wanted: str, setup: AttentionSetup) -> tuple[AttentionBackend
 
     Raises ConfigError if the requested backend cannot be used.
     """
-    order = ORDER[setup.device.type]
-    if wanted not in ("auto", *order):
-        raise ConfigError(
-            f"attention_backend={wanted!r} is not for device={setup.device.type!r}, which has "
-            f"{', '.join(order)}"
-        )
-    backend, reasons = _first_that_works(order if wanted == "auto" else (wanted,), setup)
+    kind = setup.device.type
+    check_attention(wanted, kind, setup.dtype, setup.block_size, setup.config)
+    order = ORDER[kind] if wanted == "auto" else (wanted,)
+    backend, reasons = _first_that_works(order, setup)
     if backend is None:
-        raise ConfigError(
-            f"attention_backend={wanted!r} cannot be used: {reasons}; change that, or leave it at "
-            '"auto"'
-        )
+        raise _unusable(wanted, reasons)
     return backend, reasons
+
+
+def check_attention(
+    wanted: str, kind: str, dtype: torch.dtype, block_size: int, config: AttentionConfig
+) -> None:
+    """Raise ConfigError for a backend that devices of this kind ("cuda", "cpu") do not have, or
+    that does not do what it is asked for. The machine may lack its kernels all the same.
+    """
+    if wanted == "auto":
+        return
+    if wanted not in ORDER[kind]:
+        raise ConfigError(
+            f"attention_backend={wanted!r} is not for device={kind!r}, which has "
+            f"{', '.join(ORDER[kind])}"
+        )
+    name = str(dtype).removeprefix("torch.")
+    if unmet := ATTENTION_LIMITS[wanted].unmet(name, block_size, config):
+        raise _unusable(wanted, f"{wanted} needs {unmet}")
+
+
+def _unusable(wanted: str, reasons: str) -> ConfigError:
+    return ConfigError(
+        f"attention_backend={wanted!r} cannot be used: {reasons}; change that, or leave it at "
+        '"auto"'
+    )
 
 
 def _first_that_works(names: Iterable[str], setup: AttentionSetup) -> Found:

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nanoengine.cli.flags import engine_config
@@ -18,6 +19,7 @@ from nanoengine.errors import counted
 from nanoengine.startup.bars import Bar, Part
 from nanoengine.startup.machine_speed import MachineSpeed, remember_speed, remembered_speed
 from nanoengine.startup.plan import describe_copies
+from nanoengine.text.tokenizer_files import check_tokenizer_is_there
 
 # GB/s that are assumed where none are given; printed beside what follows from them.
 LINK_GB_PER_S = 25.0  # PCIe 4 x16
@@ -48,11 +50,15 @@ def plan(args: argparse.Namespace) -> int:
     # torch, which the arithmetic names dtypes with, takes a second to import.
     with ended_by_ctrl_c():
         from nanoengine.loading.assistant import read_assistant_of
-        from nanoengine.loading.find_model import read_config_of
+        from nanoengine.loading.find_model import check_format, is_gguf, read_config_of
         from nanoengine.loading.lora import read_adapter
         from nanoengine.loading.stored_weights import read_stored
         from nanoengine.startup.forecast import Forecaster
 
+    found = "gguf" if is_gguf(config.model) else "safetensors"
+    check_format(config.model, config.load_format, found)
+    if config.tokenizer:
+        check_tokenizer_is_there(Path(config.tokenizer).expanduser())
     model = read_config_of(config.model)
     machine = _machine(args, _measured(args, config), config)
     if config.enable_cpu_offload and not machine.hardware.gpu_bytes:

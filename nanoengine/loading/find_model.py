@@ -182,8 +182,12 @@ def find_model(name: str, load_format: str, keeps_codes: bool = False) -> Path:
     """
     folder = resolve_model(name, keeps_codes)
     is_given = folder == given_path(name) or model_cache.description(folder) is None
-    found = "safetensors" if is_given else "gguf"
+    check_format(name, load_format, "safetensors" if is_given else "gguf")
+    return folder
+
+
+def check_format(name: str, load_format: str, found: str) -> None:
+    """Raise ConfigError for a model with another format than was asked for."""
     if load_format in ("safetensors", "gguf") and load_format != found:
         is_what = {"safetensors": "a folder; give the .gguf file", "gguf": "GGUF; give a folder"}
         raise ConfigError(f"load_format={load_format!r}, but {name} is {is_what[found]}")
-    return folder

@@ -16,12 +16,15 @@ import torch
 from nanoengine.config.engine import GIB, EngineConfig, in_gib
 from nanoengine.config.model import AssistantConfig, ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
+from nanoengine.kernels.packed_weight import INTEGER_FORMATS
 from nanoengine.loading.mtp_names import with_mtp
 from nanoengine.loading.stored_weights import StoredWeights, said_weights
 from nanoengine.models.assistant import num_weights
 from nanoengine.models.experts import ON_A_GPU
 from nanoengine.models.make_codes import EMBEDDINGS
 from nanoengine.models.shard import WHOLE, Shard
+from nanoengine.models.weight_shapes import weight_shapes
+from nanoengine.startup.device_limits import check_device, rows_without_codes
 from nanoengine.startup.memory_plan import Memory, ModelFacts, plan_memory
 from nanoengine.startup.plan import GIB_STEPS, MemoryPlan, gib_up
 from nanoengine.startup.rank_share import MemoryShare, memory_settings_of_a_rank
@@ -171,6 +174,7 @@ class Forecaster:
         is_asked = config.dtype != "auto"
         dtype: torch.dtype = getattr(torch, config.dtype) if is_asked else hardware.auto_dtype
         self._dtype = dtype
+        check_device(config, _kind(config, hardware), dtype, model)
         self._ranks = config.tensor_parallel_size
         self._shards = [Shard(rank, self._ranks) for rank in range(self._ranks)]
         self._shards[0].check(model)
@@ -190,7 +194,9 @@ class Forecaster:
         self._memory: Memory = MemoryShare(machine, self._ranks, of_gpus)
 
     def _weight_form(self) -> WeightForm:
-        """Raises ConfigError for experts that a GPU does not take, and for codes that are none."""
+        """Raises ConfigError for experts that a GPU does not take, and for codes that are none or
+        no integers, where these are asked for.
+        """
         model, dtype, method = self._model, self._dtype, self._config.quantization
         has_gpu = self._hardware.gpu_bytes > 0
         if method == "gguf" and not self._stored.has_codes:
@@ -201,6 +207,10 @@ class Forecaster:
         are_codes = all(form.codes_of(*each) for each in experts.items())
         if has_gpu and dtype is not torch.bfloat16 and not are_codes:
             raise ConfigError(ON_A_GPU)
+        if self._config.activation_dtype:
+            codes = {form.codes_of(*each) for each in weight_shapes(model).items()}
+            if not INTEGER_FORMATS & codes:
+                raise rows_without_codes(self._config, ", ".join(sorted(codes - {""})))
         return form
 
     def _keeps_codes(self) -> bool:
@@ -464,6 +474,12 @@ class Forecaster:
     def _layers_in_codes(self) -> bool:
         """Whether any matrix of a layer is codes."""
         return any(self._form.codes_of(*each) for each in layer_matrices(self._model).items())
+
+
+def _kind(config: EngineConfig, hardware: Hardware) -> str:
+    """Of the device, as torch calls it."""
+    asked = config.device.partition(":")[0]
+    return asked if hardware.gpu_bytes and asked != "auto" else hardware.name
 
 
 def _gib_down(num_bytes: int) -> float:

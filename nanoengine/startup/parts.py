@@ -45,6 +45,7 @@ from nanoengine.models.layer_ops import LayerOps, TorchOps
 from nanoengine.models.make_codes import FORMAT
 from nanoengine.models.shard import Sharding
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.startup.device_limits import check_dtype, check_rows, rows_without_codes
 from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, streams
 from nanoengine.startup.weight_bytes import no_codes
 from nanoengine.text.tokenizer import Tokenizer
@@ -172,8 +173,7 @@ def load_compute_parts(
     if method in ("int8", "gguf") and not model.codes:
         raise no_codes(method)
     if config.activation_dtype and not INTEGER_FORMATS.intersection(model.codes):
-        held = ", ".join(model.codes)
-        raise ConfigError(f"{_asked_rows(config)}; {held} is multiplied as numbers")
+        raise rows_without_codes(config, ", ".join(model.codes))
     setup = AttentionSetup(
         device.torch_device,
         dtype,
@@ -226,20 +226,12 @@ def describe_codes(codes: Mapping[str, int], dtype: torch.dtype, config: EngineC
     return f"{label}: {counts}; the rest in {str(dtype).removeprefix('torch.')}{rows}"
 
 
-def _asked_rows(config: EngineConfig) -> str:
-    return (
-        f"activation_dtype={config.activation_dtype!r} needs weights that are codes of integers: "
-        'take a GGUF or quantization="int8", or leave it out'
-    )
-
-
 def choose_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:
     """The dtype of weights and KV, and the reason for it. Raises ConfigError."""
     if config.dtype == "auto":
         return device.auto_dtype()
     dtype: torch.dtype = getattr(torch, config.dtype)
-    if device.name == "cpu" and dtype is torch.float16:
-        raise ConfigError("float16 is not supported on a CPU; use bfloat16 or float32")
+    check_dtype(device.name, dtype)
     return dtype, "as asked"
 
 
@@ -315,9 +307,7 @@ def _code_ops(
     `quantization` needs them.
     """
     method = config.quantization
-    if device.name != "cpu" and config.activation_dtype:
-        asked = f"activation_dtype={config.activation_dtype!r}"
-        raise ConfigError(f"{asked} is for a CPU; leave it out on {device.name}")
+    check_rows(config, device.name)
     if device.name != "cpu":
         ops = choose_ops(config, device, None, dtype)
         if ops.takes_codes or method in (None, "none"):
@@ -327,7 +317,7 @@ def _code_ops(
         )
     if not formats:
         if config.activation_dtype:
-            raise ConfigError(_asked_rows(config))
+            raise rows_without_codes(config)
         return None
     if not isinstance(kernels, str):
         try:

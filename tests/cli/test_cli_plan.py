@@ -72,6 +72,7 @@ def test_the_command_is_one_for_a_shell(folder: Path, capsys: pytest.CaptureFixt
 def test_the_command_is_one_that_the_parser_takes(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (folder / "tokenizer.json").write_text("{}")
     model = folder.rename(folder.parent / "my model")
     asked = ["--tokenizer", str(model), "--no-enable-prefix-caching", "--num-gpu-blocks", "9"]
     assert main(["plan", str(model), *GPU_24, *asked]) == 0
@@ -199,6 +200,42 @@ def test_json_holds_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert row["link_gb_per_s"] == 50 and row["limit"] == "link"
     slow = plan(capsys, folder, *GPU_24, "--context", "100000", "--link-gbps", "25")
     assert row["tokens_per_s"] == pytest.approx(2 * slow["tokens_per_s"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--dtype float16",
+        "--attention-backend triton",
+        "--attention-backend c --dtype float32 --activation-dtype int8",
+        "--load-format gguf",
+        "--tokenizer no-such-folder",
+    ],
+)
+def test_what_the_engine_refuses_is_no_plan(
+    flags: str, tiny: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny("llama"))
+    for command in (["plan", model], ["run", model, "a prompt", "--quiet"]):
+        assert main([*command, *flags.split()]) == FAILED
+    planned, ran = capsys.readouterr().err.splitlines()
+    assert planned == ran and planned.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--attention-backend c", "'c' is not for device='cuda', which has triton"),
+        ("--attention-backend varlen --device xpu", "'varlen' is not for device='xpu'"),
+        ("--attention-backend flash-attn --dtype float32", "needs bfloat16 or float16, not float"),
+        ("--activation-dtype int8", "activation_dtype='int8' is for a CPU; leave it out on cuda"),
+    ],
+)
+def test_what_a_gpu_elsewhere_refuses_is_no_plan(
+    flags: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(folder), *GPU_24, *flags.split()]) == FAILED
+    assert said in capsys.readouterr().err
 
 
 def test_a_context_out_of_reach_says_why_and_fails(
