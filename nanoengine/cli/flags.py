@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import Field, fields
 from typing import Any
 
@@ -210,7 +211,9 @@ def _from_text(variable: str, text: str, kind: str) -> Any:
 
 
 def read_settings(path: str) -> dict[str, Any]:
-    """The settings in a YAML file. Raises UsageError if it holds anything else."""
+    """The settings in a YAML file, spelled as settings or as flags. Raises UsageError if it holds
+    anything else.
+    """
     import yaml  # a dependency of huggingface_hub, which is one of ours
 
     try:
@@ -227,10 +230,28 @@ def read_settings(path: str) -> dict[str, Any]:
         raise UsageError(
             f"--config {path}: the model is named on the command line; leave 'model' out"
         )
+    named = {name.replace("-", "_") if isinstance(name, str) else name: name for name in content}
+    if len(named) < len(content):
+        raise UsageError(
+            f"--config {path} gives a setting with _ and with -; leave one of them out"
+        )
     known = NAMES - {"model"}
-    for name in content.keys() - known:
-        raise UsageError(f"--config {path}: {unknown_name(SETTING, name, known)}")
-    return content
+    for name in named.keys() - known:
+        raise UsageError(f"--config {path}: {unknown_name(SETTING, named[name], known)}")
+    kinds = {field.name: str(field.type) for field in fields(EngineConfig)}
+    return {name: _from_yaml(content[given], kinds[name]) for name, given in named.items()}
+
+
+def _from_yaml(value: Any, kind: str) -> Any:
+    """The value as its field's type, where YAML 1.1 reads another: a bare `off` is False, and 1e-2,
+    without a point, is text.
+    """
+    if value is False and kind.startswith("str"):
+        return "off"
+    if isinstance(value, str) and kind.startswith("float"):
+        with suppress(ValueError):
+            return float(value)
+    return value
 
 
 def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:

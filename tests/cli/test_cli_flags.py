@@ -110,6 +110,22 @@ def test_a_bad_file_is_an_error_of_use(tmp_path: Path, content: str, text: str) 
         settings("--config", str(path))
 
 
+def test_a_file_may_say_what_yaml_reads_as_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("max-model-len: 64\nspeculative: off\nkv_cache_gib: 1e-2\ndebug-kv: off\n")
+    found = {"max_model_len": 64, "speculative": "off", "kv_cache_gib": 0.01, "debug_kv": False}
+    assert settings("--config", str(path)) == found
+    path.write_text("seed: 1\nkv-cache-gib: 2\nkv_cache_gib: 3\n")
+    with pytest.raises(UsageError, match="with _ and with -; leave one of them out"):
+        settings("--config", str(path))
+
+
+def test_none_as_text_is_left_out() -> None:
+    args = make_parser()[0].parse_args(["plan", "m", "--quantization", "None"])
+    with pytest.raises(UsageError, match=r"got 'None'; leave it out for None$"):
+        engine_config(args, {})
+
+
 def test_an_empty_file_gives_nothing_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.touch()
