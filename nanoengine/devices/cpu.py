@@ -156,10 +156,11 @@ def _home_of_threads() -> HomeProcess:
 
 
 def default_threads(root: Path = Path("/")) -> int:
-    """OMP_NUM_THREADS if it is set, as in every OpenMP program; else all cores that the process may
-    use, in whole ones of what its container's limit allows. root: folder of the system's files.
+    """OMP_NUM_THREADS if it is set, as in every OpenMP program: the first of a list, which is of
+    nested regions; else all cores that the process may use, in whole ones of what its container's
+    limit allows. root: folder of the system's files.
     """
-    asked = os.environ.get("OMP_NUM_THREADS", "")
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     digits = asked.lstrip("0")
     if digits.isdecimal():
         if len(digits) > 9 or int(digits) > MAX_THREADS:

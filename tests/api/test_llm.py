@@ -372,7 +372,8 @@ def test_a_load_format_that_is_not_the_model_s(tiny: Callable[[str], Path]) -> N
 
 def test_the_number_of_threads(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As asked, else OMP_NUM_THREADS, as for every OpenMP program, else all cores."""
-    for value, threads in (("1", 1), ("3", 3), ("0", 2), ("two", 2), ("", 2)):
+    as_set = (("1", 1), ("3", 3), (" 1 ", 1), ("1,2", 1), ("3 , 1", 3))
+    for value, threads in (*as_set, ("0", 2), ("two", 2), ("", 2), (",1", 2)):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
         assert make_device("cpu", None).num_threads == threads == torch.get_num_threads()
