@@ -134,6 +134,7 @@ def _machine(
     import torch
 
     from nanoengine.devices.cpu import available_memory, native_dtype
+    from nanoengine.startup.device_limits import why_no_kernels
     from nanoengine.startup.forecast import Hardware
 
     assumed: list[str] = []
@@ -154,6 +155,10 @@ def _machine(
         assumed.append("gathers between ranks take no time")
     dtype = torch.bfloat16 if gpu_bytes else native_dtype()[0]
     hardware = Hardware(gpu_bytes, ram_bytes, read or 0.0, min(links), dtype)
+    if not gpu_bytes and (reason := why_no_kernels()):
+        slower = ", several times slower than planned here" if speed is None else ""
+        assumed.append(f"PyTorch computes{slower}: {reason}")
+        hardware = replace(hardware, has_kernels=False)
     if speed is not None:
         hardware = replace(
             hardware,

@@ -8,6 +8,7 @@ from nanoengine.attention.select import check_attention
 from nanoengine.config.engine import EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError
+from nanoengine.kernels.c_build import KernelBuildError, find_compiler
 
 
 def check_device(config: EngineConfig, kind: str, dtype: torch.dtype, model: ModelConfig) -> None:
@@ -16,6 +17,15 @@ def check_device(config: EngineConfig, kind: str, dtype: torch.dtype, model: Mod
     check_rows(config, kind)
     block_size, attention = config.kvcache_block_size, model.attention
     check_attention(config.attention_backend, kind, dtype, block_size, attention)
+
+
+def why_no_kernels() -> str:
+    """Why our kernels cannot be compiled for this CPU; "" if a compiler is here."""
+    try:
+        find_compiler()
+    except KernelBuildError as error:
+        return str(error)
+    return ""
 
 
 def check_dtype(kind: str, dtype: torch.dtype) -> None:

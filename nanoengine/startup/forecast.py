@@ -55,7 +55,8 @@ class Hardware:
     auto_dtype: what the setting dtype="auto" takes there. read_efficiency: the share of
     read_gb_per_s that a step reaches; kv_gb_per_s: at which it reads KV (0: as weights); layer_s:
     seconds that each layer takes beside; held_share: as of MachineSpeed, in bfloat16. A plan leaves
-    room for all of these bytes, as the numbers say what they can be held in.
+    room for all of these bytes, as the numbers say what they can be held in. has_kernels: whether a
+    CPU computes by kernels of our own.
     """
 
     gpu_bytes: int
@@ -67,6 +68,7 @@ class Hardware:
     kv_gb_per_s: float = 0.0
     layer_s: float = 0.0
     held_share: float = 1.0
+    has_kernels: bool = True
 
     @property
     def name(self) -> str:
@@ -224,7 +226,8 @@ class Forecaster:
 
     def _has_own_products(self) -> bool:
         """Whether a CPU multiplies by kernels of our own: in float32, and in what it prefers."""
-        return self._dtype in (torch.float32, self._hardware.auto_dtype)
+        has_them = self._hardware.has_kernels
+        return has_them and self._dtype in (torch.float32, self._hardware.auto_dtype)
 
     def forecast(self, context: int | None) -> Forecast:
         """The plan that reaches `context` tokens with the fewest settings (None: max_model_len, or
@@ -449,9 +452,9 @@ class Forecaster:
     def _fit(self, **settings: Any) -> _Fit:
         """Raises OutOfMemoryError for settings that do not fit."""
         config = replace(self._config, **settings)
-        is_cpu = self._hardware.name == "cpu"
+        in_c = self._hardware.name == "cpu" and self._hardware.has_kernels
         held = self._weights[0].held
-        facts = ModelFacts("", self._dtype, "", held, "", in_c=is_cpu)
+        facts = ModelFacts("", self._dtype, "", held, "", in_c=in_c)
         of_a_rank = memory_settings_of_a_rank(config)
         return _Fit(config, plan_memory(of_a_rank, self._part, self._memory, facts, None))
 

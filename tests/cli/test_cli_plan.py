@@ -315,6 +315,26 @@ def test_bytes_are_those_of_the_loaded_model(
         assert llm.plan.max_model_len == row["context"]
 
 
+@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_a_compiler_weights_are_numbers_and_the_plan_says_so(
+    tiny: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    dtype: str,
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    path = GGUFModel(tiny("llama")).write(tmp_path / "model.gguf")
+    row = plan(capsys, path, "--gpu-gib", "0", "--ram-gib", "1", "--dtype", dtype)
+    assert "PyTorch computes, several times slower than" in row["assumed"][-1]
+    with LLM(path, dtype=dtype, num_threads=1) as llm:
+        assert row["memory"]["RAM"]["weights"] == llm.plan.weight_bytes
+        assert row["memory"]["RAM"]["step"] == llm.plan.activation_bytes
+    assert "PyTorch" not in str(plan(capsys, path, "--gpu-gib", "1", "--ram-gib", "1")["assumed"])
+
+
 @pytest.mark.parametrize(("gpu", "ranks"), [("0", 1), ("0", 2), ("1", 1)])
 def test_snapshots_of_states_are_in_the_bar_of_the_ram(
     tiny: Callable[[str], Path], capsys: pytest.CaptureFixture[str], gpu: str, ranks: int
