@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from nanoengine.text.tokenizer_files import check_tokenizer_is_there
 
 READING_S, READING_EVERY_S = 2.0, 0.2
 ERASED = "\r\x1b[K"  # the line of a terminal
+COLUMNS = 80  # of a terminal that does not say it
 
 
 @dataclass
@@ -94,8 +96,9 @@ class ReadingLine:
         while not self._has_ended.wait(wait):
             total = self._seq.num_prompt_tokens
             done = min(self._seq.num_computed, total)
-            end, text = ERASED, f"{ERASED}reading the prompt: {done} of {total} tokens"
-            print(text, end="", file=sys.stderr, flush=True)
+            text = f"reading the prompt: {done} of {total} tokens"
+            end = ERASED
+            print(ERASED + text[: _columns() - 1], end="", file=sys.stderr, flush=True)
             wait = READING_EVERY_S
         print(end, end="", file=sys.stderr, flush=True)
 
@@ -106,6 +109,14 @@ class ReadingLine:
     def __exit__(self, *_: object) -> None:
         self._has_ended.set()
         self._thread.join()
+
+
+def _columns() -> int:
+    """Of the terminal behind stderr: of a line that is longer, only the last row is erased."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or COLUMNS
+    except (OSError, ValueError):
+        return COLUMNS
 
 
 class Model:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from live_server import until
@@ -122,6 +123,17 @@ def test_a_model_with_a_chat_template_chats(
 class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def test_a_narrow_terminal_shows_what_fits_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "READING_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", FakeTerminal())
+    monkeypatch.setattr(sys.stderr, "fileno", lambda: 2)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((20, 24)))
+    with answering.ReadingLine(SimpleNamespace(num_prompt_tokens=8000, num_computed=10)):
+        until(lambda: "prompt" in sys.stderr.getvalue())
+    shown = re.findall(r"\r\x1b\[K(reading[^\r]*)", sys.stderr.getvalue())
+    assert {*shown} == {"reading the prompt:"}
 
 
 @pytest.mark.parametrize("flags", [[], ["--quiet"]])
