@@ -72,12 +72,12 @@ def _cache() -> str:
     """The folder of converted models and compiled kernels, and how full it is."""
     from nanoengine.devices.cache_folders import (
         LIMIT_VARIABLE,
-        cache_folders,
         cache_limit,
         disk_bytes,
+        folder_in_use,
     )
 
-    folder = next(cache_folders(), None)
+    folder = folder_in_use()
     if folder is None:
         return "none"
     try:

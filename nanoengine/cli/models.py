@@ -93,14 +93,14 @@ def disk_use() -> dict[str, Any]:
 
     from nanoengine.devices.cache_folders import (
         LIMIT_VARIABLE,
-        cache_folders,
         cache_limit,
         disk_bytes,
+        folder_in_use,
     )
     from nanoengine.loading.model_cache import conversions
 
     return {
-        "folder": str(next(cache_folders(), "")),
+        "folder": str(folder_in_use() or ""),
         "converted_bytes": sum(each.num_bytes for each in conversions()),
         "limit_bytes": cache_limit(),
         "limit_variable": LIMIT_VARIABLE,

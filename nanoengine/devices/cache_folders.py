@@ -41,6 +41,17 @@ def cache_folders() -> Iterator[Path]:
             yield folder
 
 
+def folder_in_use() -> Path | None:
+    """The first of them that files can be written to; None: there is none. Makes none in the user's
+    cache.
+    """
+    for folder in cache_folders():
+        there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+        if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+            return folder
+    return None
+
+
 def is_private(folder: Path) -> bool:
     """Make the folder if it is missing; True if this user owns it and no other may write to it."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from nanoengine.cli.collect_env import environment
 from nanoengine.cli.main import FAILED, MISUSED, main
+from nanoengine.cli.models import disk_use
 from nanoengine.loading import stored_models
 
 NAME = "org/tiny"
@@ -64,6 +67,23 @@ def test_json_is_the_same_for_a_program(hub: Path, capsys: pytest.CaptureFixture
     assert tiny["problem"] is None and tiny["bytes"] > 100
     assert found["org/moe"]["runs"] is False and found["org/moe"]["architecture"] is None
     assert row["disk"]["hub_bytes"] > 300 and row["disk"]["converted_bytes"] == 0
+
+
+def test_the_folder_that_is_named_is_the_one_in_use(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No folder can be made below a file, as below a HOME of /dev/null."""
+    used = tmp_path / f"nanoengine-{os.getuid()}"
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "file").touch()
+    for cache, folder in (
+        (tmp_path / "file", used),
+        (tmp_path / "new" / "cache", tmp_path / "new" / "cache" / "nanoengine"),
+    ):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        assert disk_use()["folder"] == str(folder)
+        assert environment()["cache"].startswith(f"{folder}: ")
+    assert not (tmp_path / "new").exists()
 
 
 def test_nothing_is_said_kindly(
