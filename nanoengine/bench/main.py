@@ -326,7 +326,7 @@ def _rate(text: str) -> float | None:
 def _serve_arguments(sub: argparse.ArgumentParser) -> None:
     sub.set_defaults(run=serve)
     add = sub.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", help="of the server")
+    add("--base-url", default="http://127.0.0.1:8000", help="of the server, with or without /v1")
     add("--served-model-name", help="what the server calls the model (default: its first)")
     add("--api-key", help="of the server")
     add("--vocab-size", type=count, default=32000, help="prompts are ids below it")

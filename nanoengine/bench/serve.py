@@ -122,8 +122,9 @@ async def _ask_all(
         raise ConfigError("--api-key must be ASCII, as HTTP's headers are")
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    address = args.base_url.rstrip("/").removesuffix("/v1")  # OpenAI's clients take it with /v1
     async with httpx2.AsyncClient(
-        base_url=args.base_url, headers=headers, timeout=args.timeout, limits=limits
+        base_url=address, headers=headers, timeout=args.timeout, limits=limits
     ) as client:
         model = args.served_model_name or await _served_model(client)
 

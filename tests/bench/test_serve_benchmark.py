@@ -209,7 +209,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_run(flag: str, tmp_pat
 def test_no_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with toy_server() as url:
         pass
-    for end in ("", "/"):
+    for end in ("", "/", "/v1", "/v1/"):
         said = f"no model was found at {url}/v1/models: .*nanoengine serve MODEL"
         with pytest.raises(EngineError, match=said):
             main(["serve", "--base-url", url + end])
