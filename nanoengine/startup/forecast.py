@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -319,7 +320,12 @@ class Forecaster:
         if resident is not None and resident.plan.max_model_len == self._model.max_position:
             return resident
         host = _gib_down(self._hardware.ram_bytes)
-        offloaded = self._offloaded(kv_offload_gib=host, max_model_len=None)
+        try:
+            offloaded = self._offloaded(kv_offload_gib=host, max_model_len=None)
+        except OutOfMemoryError:
+            if resident is None:
+                raise
+            return resident  # the RAM is full
         both = [fit for fit in (resident, offloaded) if fit is not None]
         return max(both, key=lambda fit: fit.plan.max_model_len)
 
@@ -375,8 +381,10 @@ class Forecaster:
         text += f"it fits with --ram-gib {math.ceil(gib)}"
         if self._hardware.gpu_bytes and self._config.kv_offload_dtype is None:
             config = replace(self._config, enable_cpu_offload=True, kv_offload_dtype="int8")
-            halved = self._with(config)
-            if halved._longest().plan.max_model_len >= context:
+            halved: _Fit | None = None
+            with suppress(OutOfMemoryError):  # the RAM holds no block
+                halved = self._with(config)._longest()
+            if halved is not None and halved.plan.max_model_len >= context:
                 text += ", or with --enable-cpu-offload --kv-offload-dtype int8 (lossy)"
         return text
 

@@ -150,6 +150,16 @@ def test_a_little_more_is_needed_than_is_there() -> None:
     assert made.forecast(longest + 1).refusal
 
 
+def test_where_the_ram_is_full_kv_stays_on_the_gpu() -> None:
+    """Not even a block of KV fits there, and 16K tokens fit the GPU."""
+    full = Hardware(20 * GIB, 20 << 20, 300.0, 25.0)
+    found = forecaster(full).forecast(None)
+    assert 10_000 < found.longest < 20_000 and "enable_cpu_offload" not in found.settings
+    assert "it fits with --ram-gib" in forecaster(full).forecast(100_000).refusal
+    with pytest.raises(OutOfMemoryError, match="the weights take "):
+        forecaster(replace(full, gpu_bytes=17 * GIB)).forecast(None)
+
+
 def test_states_of_recurrent_layers_leave_less_for_kv() -> None:
     recurrent = RecurrentConfig(tuple(i for i in range(32) if i % 4 != 3), 16, 32, 128, 128, 4)
     model = replace(LLAMA_8B, architecture="Qwen3_5ForCausalLM", recurrent=recurrent)
