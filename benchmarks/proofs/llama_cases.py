@@ -305,6 +305,7 @@ def variants() -> dict[str, Case]:
     found["muse-glimmer in Q4_K_M"] = Case("muse-glimmer", of_muse, forms=forms)
     of_ling = WIDE | {"v_head_dim": 64, "moe_intermediate_size": 256}
     found["ling in Q4_K"] = Case("ling", of_ling, in_codes("Q4_K"), forms=(F32,))
+    found["ling in Q4_K_M"] = Case("ling", of_ling, forms=forms)
     return found
 
 
