@@ -54,11 +54,8 @@ class KVMemory:
         self.is_debugged = debug
         shapes = spec.layer_blocks
         try:
-            whole = torch.empty(
-                numbers_of_blocks(spec.num_blocks, shapes),
-                dtype=spec.dtype,
-                device=device.torch_device,
-            )
+            count = numbers_of_blocks(spec.num_blocks, shapes)
+            whole = torch.empty(count, dtype=spec.dtype, device=device.torch_device)
             if debug:
                 whole.fill_(torch.nan)
             self.pool = blocks_by_layer(whole, spec.num_blocks, shapes)

@@ -303,7 +303,10 @@ def test_ctrl_c_frees_all_beams(llm: LLM) -> None:
         ({"beam_width": 2, "max_tokens": 4, "ignore_eos": 1}, "ignore_eos must be True or False"),
         ({"beam_width": 2, "max_tokens": 4, "num_beams": 2}, "num_beams"),
         ({"beam_width": 2, "max_tokens": 4, "temperature": 0.5}, "draws no tokens"),
-        ({"beam_width": 2, "max_tokens": 4, "structured_outputs": {"regex": "a"}}, "has no forms"),
+        (
+            {"beam_width": 2, "max_tokens": 4, "structured_outputs": {"regex": "a"}},
+            "takes no constraints",
+        ),
         ({"params": BeamSearchParams(2, 4), "beam_width": 2}, "not both"),
         ({"params": SamplingParams()}, "expected BeamSearchParams, got SamplingParams"),
     ],
