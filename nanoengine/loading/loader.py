@@ -131,7 +131,7 @@ def load_model(
         if growth:
             origin = f"{origin}; {growth}"
         if adapter is not None:
-            origin = f"{origin}; {adapter.describe(changes.values())}"
+            origin = f"{origin}; {adapter.describe(changes.values(), settings.tokenizer)}"
     if is_wrapped:
         origin = f"{origin}; {about_others(config.wrapper, reader.others)}"
     held = made.num_bytes - ops.saved_bytes

@@ -251,11 +251,13 @@ class LoraAdapter:
             for name, form in forms.items()
         }
 
-    def describe(self, changes: Iterable[Change]) -> str:
-        """For the plan."""
+    def describe(self, changes: Iterable[Change], tokenizer: str | None) -> str:
+        """For the plan. tokenizer: that was asked for."""
         ranks = sorted({len(change.low) for change in changes if change.low is not None})
         listed = ", ".join(map(str, ranks)) or "none"
-        return f"with the LoRA adapter {self.folder} (rank {listed})"
+        has_own = tokenizer is None and has_file(self.folder / "tokenizer.json")
+        own = "; its tokenizer is not taken: give that folder as tokenizer, too" if has_own else ""
+        return f"with the LoRA adapter {self.folder} (rank {listed}{own})"
 
 
 def read_adapter(name: str) -> LoraAdapter:

@@ -111,6 +111,16 @@ def test_other_architectures(tiny: Tiny, tmp_path: Path, name: str) -> None:
         assert not torch.allclose(logits, theirs(model, tokens), atol=1e-1)
 
 
+def test_the_plan_says_that_an_adapter_has_a_tokenizer(tiny: Tiny, tmp_path: Path) -> None:
+    adapter_of(tiny("llama"), tmp_path)
+    said = "its tokenizer is not taken: give that folder as tokenizer, too"
+    assert said not in ours(tiny("llama"), tmp_path)[2]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny("llama") / name, tmp_path)
+    assert said in ours(tiny("llama"), tmp_path)[2]
+    assert said not in ours(tiny("llama"), tmp_path, tokenizer=str(tmp_path))[2]
+
+
 def test_biases_that_were_trained(tiny: Tiny, tmp_path: Path) -> None:
     model = adapter_of(tiny("llama-bias"), tmp_path, bias="lora_only", target_modules=["q_proj"])
     logits, tokens, _ = ours(tiny("llama-bias"), tmp_path)
