@@ -32,6 +32,7 @@ UNSET = {
     "quantization": "as stored",
     "activation_dtype": "off",
     "lora": "none",
+    "prefix_cache_file": "none",
     "draft_model": "none",
     "kv_offload_dtype": "that of dtype",
     "enable_cpu_offload": "off",
@@ -63,6 +64,7 @@ SETTINGS = {
         "num_gpu_blocks": "device memory for KV, blocks",
         "kvcache_block_size": "tokens of a KV block",
         "enable_prefix_caching": "reuse the KV of equal prefixes",
+        "prefix_cache_file": "file that keeps them from one run to the next",
     },
     "KV offload": {
         "enable_cpu_offload": "keep KV that does not fit the device in RAM; a size turns it on",

@@ -100,6 +100,8 @@ class EngineConfig:
     4 GiB, or half of the available memory if that is less); num_gpu_blocks: the same in blocks.
     kvcache_block_size: tokens of a KV block.
     enable_prefix_caching: reuse the KV of equal prompt prefixes.
+    prefix_cache_file: keep cached prefixes in this file when the engine is closed, and read them
+    from it when one starts. Not with recurrent layers, kv_offload_dtype or several processes.
     enforce_eager: on a GPU, run decode steps without CUDA graphs. load_format: "auto",
     "safetensors", "gguf" or "dummy" (random weights of the right shapes). attention_backend: "auto"
     takes the first that can be used: on a GPU of "triton", "flash-attn", "varlen" (PyTorch's
@@ -171,6 +173,7 @@ class EngineConfig:
     num_gpu_blocks: int | None = None
     kvcache_block_size: int = 256
     enable_prefix_caching: bool = True
+    prefix_cache_file: str | None = None
     enforce_eager: bool = False
     load_format: str = "auto"
     attention_backend: str = "auto"
@@ -207,6 +210,7 @@ class EngineConfig:
             self._set("tokenizer", path_text("tokenizer", self.tokenizer))
         self._check_choices()
         self._check_lora()
+        self._check_prefix_cache_file()
         self._check_draft_model()
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -315,6 +319,19 @@ class EngineConfig:
         if self.load_format == "dummy":
             raise ConfigError('a LoRA adapter needs weights, and load_format="dummy" reads none')
 
+    def _check_prefix_cache_file(self) -> None:
+        name = "prefix_cache_file"
+        if self.prefix_cache_file is None:
+            return
+        self._set(name, path_text(name, self.prefix_cache_file))
+        if not self.enable_prefix_caching:
+            raise ConfigError(f"{name} needs enable_prefix_caching; leave one of them out")
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"{name} is for one process, and tensor_parallel_size is "
+                f"{shown(self.tensor_parallel_size)}; leave one of them out"
+            )
+
     def _check_draft_model(self) -> None:
         """One alone asks for as many guesses as its publishers advise."""
         if self.draft_model is None:
@@ -394,6 +411,7 @@ class Settings(TypedDict, total=False):
     num_gpu_blocks: int | None
     kvcache_block_size: int
     enable_prefix_caching: bool
+    prefix_cache_file: str | os.PathLike[str] | None
     enforce_eager: bool
     load_format: str
     attention_backend: str

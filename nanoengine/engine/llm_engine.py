@@ -35,6 +35,7 @@ from nanoengine.startup.memory_plan import plan_memory
 from nanoengine.startup.parts import make_engine_device, step_padding
 from nanoengine.startup.plan import MemoryPlan
 from nanoengine.startup.probe import DecodeCosts, predict_speed
+from nanoengine.startup.saved_prefixes import SavedPrefixes
 
 
 class LLMEngine:
@@ -90,6 +91,7 @@ class LLMEngine:
             self.plan, self.decode_costs = predict_speed(
                 self.plan, config, self._runner, self.kv, device, ranks.link_speeds
             )
+        started.callback(SavedPrefixes(config, parts, self.kv).write)
         limits = self.plan.max_num_batched_tokens, self.plan.stream_blocks_per_step
         takes_turns = device.computes_later and config.tensor_parallel_size == 1
         self.scheduler = Scheduler(config, self.kv, *limits, takes_turns=takes_turns)

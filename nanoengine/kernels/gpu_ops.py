@@ -80,8 +80,9 @@ class GpuOps(KernelOps):
                 return self._products.experts(router, coded, gated, gather)
         if first.up.dtype is not torch.bfloat16:
             raise ConfigError(ON_A_GPU)
-        if any(size % 8 for size in first.up.shape):
-            raise ConfigError(NOT_OF_8_ON_A_GPU.format(*first.up.shape))
+        inputs = first.up.shape[1], first.down.shape[1]
+        if any(size % 8 for size in inputs):
+            raise ConfigError(NOT_OF_8_ON_A_GPU.format(*inputs))
         grouped = GroupedExperts(router, stored, count, gated, gather)
         if self._graphs is not None and grouped.host_waits:
             raise ConfigError(IN_A_GRAPH)

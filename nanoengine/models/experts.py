@@ -25,8 +25,8 @@ ON_A_GPU = (
     'experts of numbers run on a GPU in bfloat16 only; set dtype="bfloat16" or quantization="int8"'
 )
 NOT_OF_8_ON_A_GPU = (
-    "experts of numbers run on a GPU if both sizes are multiples of 8, for PyTorch's grouped "
-    'product; these have {} x {}: set device="cpu"'
+    "experts of numbers run on a GPU if what their products take is a multiple of 8, for PyTorch's "
+    'grouped product; these take {} and {}: set device="cpu"'
 )
 IN_A_GRAPH = (
     "on this GPU PyTorch makes the host wait for each product of experts, which no graph can hold; "

@@ -296,7 +296,7 @@ def test_settings_are_the_fields_of_the_config() -> None:
     types = {f.name: str(f.type) for f in fields(EngineConfig) if f.name != "model"}
     given = {name: str(kind) for name, kind in Settings.__annotations__.items()}
     assert given.keys() == types.keys() == get_type_hints(Settings).keys()
-    wider = {"tokenizer", "draft_model", "lora", "dtype", "device"}
+    wider = {"tokenizer", "draft_model", "lora", "prefix_cache_file", "dtype", "device"}
     for name, kind in types.items():
         assert name in wider or f"'{kind}'" in given[name], name
 

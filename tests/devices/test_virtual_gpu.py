@@ -574,5 +574,5 @@ def test_experts_of_odd_sizes_are_refused_in_words(gpu: VirtualGpu, tmp_path: Pa
     odd = TINY["qwen3-moe"].settings | {"moe_intermediate_size": 20}
     with gpu.left():
         replace(TINY["qwen3-moe"], settings=odd)(tmp_path)
-    with pytest.raises(ConfigError, match=r'multiples of 8, .* have 20 x 64: set device="cpu"'):
+    with pytest.raises(ConfigError, match=r'multiple of 8, .* take 64 and 20: set device="cpu"'):
         engine(tmp_path, dtype="bfloat16", num_gpu_blocks=16)

@@ -46,6 +46,7 @@ OTHER_VALUES = {
     f"K from 1 to {MAX_GUESSES}",
     "draft_model": "a folder or a hub id",
     "lora": "a folder or a hub id",
+    "prefix_cache_file": "a path",
     "debug_copy_delay_ms": "0 to 1000",
 }
 WRITTEN = "<!-- Written by `make pages`: change the data in nanoengine/, not this page. -->"

@@ -66,6 +66,7 @@ ENDS: dict[str, tuple[list[Any], list[Any]]] = {
     "speculative": (["ngram:1", "ngram:64"], ["ngram:0", "ngram:65"]),
     "draft_model": (["folder"], [5]),
     "lora": (["folder"], [5]),
+    "prefix_cache_file": (["file"], [5]),
     "debug_copy_delay_ms": ([0, 1000], [-1, 1000.5]),
 }
 

@@ -155,7 +155,7 @@ def test_who_cannot_be_divided_is_told_what_the_engine_says(
         ("llama", "float32"),
         ("llama-tied", "float32"),
         ("gemma4-shared", "float32"),
-        ("mixtral", "bfloat16"),
+        ("qwen3-moe", "bfloat16"),
     ],
 )
 def test_gpus_hold_what_was_forecast(

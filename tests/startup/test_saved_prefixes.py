@@ -1,0 +1,274 @@
+"""The prefix cache in a file: a later engine finds KV there, with the bits that were computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import Driver, assert_all_free, small_engine
+from marks import needs_no_gpu
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.config.engine import EngineConfig
+from nanoengine.errors import ConfigError
+from nanoengine.startup.saved_prefixes import ABOUT
+
+Tiny = Callable[[str], Path]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPT = [(7 * i) % 256 for i in range(60)]  # seven full blocks of 8, and one with GREEDY
+OTHER = [(11 * i + 3) % 256 for i in range(40)]
+
+
+def run(model: Path, prompts: list[list[int]], file: Path | None, **settings: Any) -> list[Any]:
+    """Cached tokens, ids and logits of each prompt, one after another in a new engine."""
+    saved = {} if file is None else {"prefix_cache_file": str(file)}
+    engine = small_engine(model, **saved, **settings)
+    driver, found = Driver(engine), []
+    for prompt in prompts:
+        (output,) = driver.run([prompt], [GREEDY])
+        assert output.error is None, output.error
+        logits = torch.stack(driver.logits[output.request_id])
+        found.append((output.num_cached_tokens, output.outputs[0].token_ids, logits))
+    engine.kv.check()
+    engine.close()
+    return found
+
+
+def assert_found(again: list[Any], cold: list[Any], counts: list[int]) -> None:
+    assert [cached for cached, *_ in again] == counts
+    for (_, ids, logits), (_, right, wanted) in zip(again, cold, strict=True):
+        assert ids == right and torch.equal(logits, wanted)
+
+
+MODELS = ("llama", "mistral-window", "gemma3", "gemma4-shared", "deepseek-v3", "qwen3-moe", "phi3")
+TIERS: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "in place": {"num_gpu_blocks": 4, "kv_offload_gib": 0.01, "offload_mode": "in_place"},
+    "streamed": {"num_gpu_blocks": 4, "kv_offload_gib": 0.01, "offload_mode": "stream"},
+}
+
+
+@pytest.mark.some(8)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_later_engine_finds_what_was_computed(
+    tiny: Tiny, tmp_path: Path, name: str, tier: str
+) -> None:
+    model, file = tiny(name), tmp_path / "kv"
+    settings = TIERS[tier] if "window" not in name and "gemma" not in name else {}
+    cold = run(model, [PROMPT, OTHER], None, **settings)
+    assert_found(run(model, [PROMPT], file, **settings), cold[:1], [0])
+    longer = [PROMPT, OTHER]
+    assert_found(run(model, longer, file, **settings), cold, [56, 0])
+    assert_found(run(model, longer, file, **settings), cold, [56, 39])
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_texts_with_another_salt_find_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    file, counts = tmp_path / "kv", []
+    for salt in ("a", "b", "a"):
+        settings = {"dtype": "float32", "kvcache_block_size": 8, "num_gpu_blocks": 64}
+        with LLM(tiny("llama"), prefix_cache_file=file, **settings) as llm:
+            asked = {"prompt_token_ids": PROMPT, "cache_salt": salt}
+            (output,) = llm.generate([asked], GREEDY, use_tqdm=False)
+            counts.append(output.num_cached_tokens)
+    assert counts == [0, 0, 56]
+
+
+def test_a_smaller_engine_takes_what_was_used_last(tiny: Tiny, tmp_path: Path) -> None:
+    """And forgets what was used longest ago, as if it had computed all itself."""
+    file = tmp_path / "kv"
+    run(tiny("llama"), [OTHER, PROMPT], file)
+    kept = (tmp_path / "copy").absolute()
+    shutil.copy(file, kept)
+    engine = small_engine(tiny("llama"), prefix_cache_file=str(kept), num_gpu_blocks=10)
+    assert len(engine.kv.blocks.cached) == 10
+    (output,) = Driver(engine).run([PROMPT], [GREEDY])
+    assert output.num_cached_tokens == 56
+    (output,) = Driver(engine).run([OTHER], [GREEDY])
+    assert output.num_cached_tokens < 32
+    engine.kv.check()
+    engine.close()
+
+
+def test_what_is_known_is_not_written_again(tiny: Tiny, tmp_path: Path) -> None:
+    file = tmp_path / "kv"
+    run(tiny("llama"), [PROMPT], file)
+    before = file.stat()
+    run(tiny("llama"), [PROMPT[:50]], file)
+    assert (file.stat().st_mtime_ns, file.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+    run(tiny("llama"), [OTHER], file)
+    assert file.stat().st_ino != before.st_ino
+
+
+def test_requests_that_run_are_ended_first(tiny: Tiny, tmp_path: Path) -> None:
+    engine = small_engine(tiny("llama"), prefix_cache_file=str(tmp_path / "kv"))
+    engine.add_request(PROMPT, SamplingParams(max_tokens=50))
+    for _ in range(3):
+        engine.step()
+    engine.close()
+    cold = run(tiny("llama"), [PROMPT], None)
+    assert_found(run(tiny("llama"), [PROMPT], tmp_path / "kv"), cold, [56])
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(
+    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    engine = small_engine(tiny("llama"), prefix_cache_file=str(folder / "kv"))
+    Driver(engine).run([PROMPT], [GREEDY])
+    folder.rmdir()
+    engine.close()
+    assert "was not written" in caplog.text and not folder.exists()
+
+
+def test_a_write_that_fails_leaves_the_old_file(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kv"
+    run(tiny("llama"), [PROMPT], file)
+    before = file.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    run(tiny("llama"), [OTHER], file)
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
+# -- files that are not read
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "bfloat16"}, {"kvcache_block_size": 4}, {"quantization": "int8"}],
+)
+def test_kv_of_other_settings_is_refused(
+    tiny: Tiny, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    file = tmp_path / "kv"
+    run(tiny("llama"), [PROMPT], file)
+    with pytest.raises(ConfigError, match="of another model or of other settings; give another"):
+        small_engine(tiny("llama"), prefix_cache_file=str(file), **settings)
+
+
+def test_kv_of_other_weights_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    file, model = tmp_path / "kv", tmp_path / "m"
+    shutil.copytree(tiny("llama"), model)
+    run(model, [PROMPT], file)
+    assert run(model, [PROMPT], file)[0][0] == 56
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 2
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="of another model"):
+        small_engine(model, prefix_cache_file=str(file))
+
+
+def rewritten(file: Path, **changes: torch.Tensor) -> None:
+    with safe_open(str(file), "pt") as opened:
+        about = opened.metadata()
+    save_file(load_file(file) | changes, file, about)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "empty": lambda file: file.write_bytes(b""),
+    "text": lambda file: file.write_text("no tensors " * 50),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "no parents": lambda file: rewritten(file, parents=torch.zeros(0, dtype=torch.int32)),
+    "a loop": lambda file: rewritten(file, parents=torch.arange(8, dtype=torch.int32)),
+    "far away": lambda file: rewritten(file, parents=torch.full((8,), -2, dtype=torch.int32)),
+    "other tokens": lambda file: rewritten(file, tokens=torch.zeros(8, 9, dtype=torch.int32)),
+    "long tokens": lambda file: rewritten(file, tokens=torch.zeros(8, 8, dtype=torch.int64)),
+    "a layer": lambda file: rewritten(file, **{"layer.1": torch.zeros(8, 2, 8, 2, 8)}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_refused(tiny: Tiny, tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "kv"
+    run(tiny("llama"), [PROMPT], file)
+    DAMAGES[damage](file)
+    with pytest.raises(ConfigError, match=r"is damaged .*; remove it"):
+        small_engine(tiny("llama"), prefix_cache_file=str(file))
+
+
+def test_a_file_of_something_else_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file({"a": torch.zeros(3)}, path, {ABOUT: "x"})
+    with pytest.raises(ConfigError, match="of another model"):
+        small_engine(tiny("llama"), prefix_cache_file=str(path))
+    assert json.dumps(sorted(load_file(path))) == '["a"]'
+
+
+@pytest.mark.parametrize("path", ["", "nowhere/kv"])
+def test_a_path_that_is_no_file_is_refused(tiny: Tiny, tmp_path: Path, path: str) -> None:
+    with pytest.raises(ConfigError, match="must name a file in a folder that is there"):
+        small_engine(tiny("llama"), prefix_cache_file=str(tmp_path / path))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "match"),
+    [
+        ("qwen3.5", {}, "holds no recurrent states"),
+        (
+            "llama",
+            {"kv_offload_dtype": "int8", "kv_offload_gib": 0.01, "offload_mode": "stream"},
+            "leave one of them out",
+        ),
+    ],
+)
+def test_kv_that_no_file_holds(
+    tiny: Tiny, tmp_path: Path, name: str, settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        small_engine(tiny(name), prefix_cache_file=str(tmp_path / "kv"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"enable_prefix_caching": False}, "needs enable_prefix_caching"),
+        ({"tensor_parallel_size": 2}, "for one process"),
+    ],
+)
+def test_settings_that_exclude_each_other(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        EngineConfig("m", prefix_cache_file="kv", **settings)
+
+
+@needs_no_gpu
+@pytest.mark.breadth
+def test_on_a_gpu(tiny: Tiny, tmp_path: Path) -> None:
+    """The emulated one: blocks come from both tiers, and go to both."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from virtual_gpu import VirtualGpu
+
+    settings = {"device": "cuda", "num_gpu_blocks": 6, "kv_offload_gib": 0.01, "debug_kv": True}
+    file = tmp_path / "kv"
+    with VirtualGpu():
+        cold = run(tiny("llama"), [PROMPT, OTHER], file, **settings)
+    with VirtualGpu():
+        again = run(tiny("llama"), [PROMPT, OTHER], file, **settings)
+    assert [cached for cached, *_ in again] == [56, 39]
+    for (_, ids, logits), (_, right, wanted) in zip(again, cold, strict=True):
+        assert ids == right
+        torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=0)
+
+
+def test_nothing_is_held(tiny: Tiny, tmp_path: Path) -> None:
+    run(tiny("llama"), [PROMPT], tmp_path / "kv")
+    engine = small_engine(tiny("llama"), prefix_cache_file=str(tmp_path / "kv"))
+    assert len(engine.kv.blocks.cached) == 8  # with what was generated
+    engine.kv.reset_prefix_cache()
+    assert_all_free(engine)
+    engine.close()
