@@ -101,7 +101,7 @@ class EngineConfig:
     kvcache_block_size: tokens of a KV block.
     enable_prefix_caching: reuse the KV of equal prompt prefixes.
     prefix_cache_file: keep cached prefixes in this file when the engine is closed, and read them
-    from it when one starts. Not with recurrent layers, kv_offload_dtype or several processes.
+    from it when one starts. Not with kv_offload_dtype or several processes.
     enforce_eager: on a GPU, run decode steps without CUDA graphs. load_format: "auto",
     "safetensors", "gguf" or "dummy" (random weights of the right shapes). attention_backend: "auto"
     takes the first that can be used: on a GPU of "triton", "flash-attn", "varlen" (PyTorch's

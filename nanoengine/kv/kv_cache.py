@@ -26,8 +26,8 @@ from nanoengine.sequence import Admission, ScheduledBatch, Sequence
 class HybridKVCacheManager:
     """Owns every block and block table, and the memory behind them.
 
-    tables: by seq_id, of every sequence that holds blocks. peak_streamed: most sequences that read
-    host KV in one step so far.
+    tables: by seq_id, of every sequence that holds blocks. states: the recurrent ones.
+    peak_streamed: most sequences that read host KV in one step so far.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class HybridKVCacheManager:
         self.blocks = BlockManager(spec.num_blocks, spec.num_host_blocks, spec.spare_blocks)
         self.memory = make_memory(spec, device, debug)
         self._decode_reserve_blocks = decode_reserve_blocks
-        self._states = StateSlots(spec, self.memory, self.tables)
-        resumable = self._states.num_resumable
+        self.states = StateSlots(spec, self.memory, self.tables)
+        resumable = self.states.num_resumable
         self._prefix_cache = PrefixCache(self.blocks, spec, enable_prefix_caching, resumable)
         locate = self.memory.offload.host.locate if self.memory.offload else None
-        self._planner = StepPlanner(spec, self.blocks, locate, self._states, padding)
+        self._planner = StepPlanner(spec, self.blocks, locate, self.states, padding)
         self._heat = BlockHeat(device)
         self._budget = StepBudget(0)
         self._kept: dict[int, int] = {}  # by seq_id, of those that run: see _blocks_kept
@@ -96,7 +96,7 @@ class HybridKVCacheManager:
         if not table.blocks:
             self._prefix_cache.adopt(table, start)
         table.is_preempted = False
-        self._states.take(table, running)
+        self.states.take(table, running)
         running[seq.seq_id] = kept
         self._grow(table, num_new)
         if start.prompt_owner is not None:
@@ -144,7 +144,7 @@ class HybridKVCacheManager:
         table, size, budget = self.tables[seq.seq_id], self.spec.block_size, self._budget
         if not num_ahead:
             self._rewind_if_lost(table)
-        elif not self._states.is_at(table, num_ahead):
+        elif not self.states.is_at(table, num_ahead):
             return 0
         computed = seq.num_computed + num_ahead
         if self.spec.window:
@@ -156,7 +156,7 @@ class HybridKVCacheManager:
                 return None
         first_write = max(computed, table.num_shared_tokens)
         first = first_write // size
-        num_tokens = self._states.tokens_to_stop(table, computed, num_tokens)
+        num_tokens = self.states.tokens_to_stop(table, computed, num_tokens)
         granted = min(num_tokens, (first + budget.num_write_blocks) * size - computed)
         stop = computed + granted
         num_new = max(0, self._blocks_for(stop) - len(table.blocks))
@@ -184,12 +184,12 @@ class HybridKVCacheManager:
         """
         table = self.tables[seq.seq_id]
         first = seq.num_computed // table.block_size
-        if num_rejected and self._states.go_back(table):
+        if num_rejected and self.states.go_back(table):
             num_tokens, num_rejected = 0, num_tokens + num_rejected
         table.commit(seq.num_computed + num_tokens)
         table.mark_computed(first, num_rejected)
         if not num_rejected:
-            self._states.settle(table)
+            self.states.settle(table)
         self._prefix_cache.publish(table, seq.num_computed // table.block_size)
         self._release(table.release_passed(self.spec.first_needed(seq.num_computed)))
 
@@ -223,7 +223,7 @@ class HybridKVCacheManager:
         self._kept.pop(seq.seq_id, None)
         if table is not None:
             self._prefix_cache.withdraw(table)
-            self._states.release(seq.seq_id)
+            self.states.release(seq.seq_id)
             if seq.output.may_be_nan:  # so may be its KV
                 self._hide(table.published)
             self._release(table.held)
@@ -236,7 +236,7 @@ class HybridKVCacheManager:
         """Place the blocks that the step writes, plan what it reads, and start its transfers."""
         with self.blocks.at_once():
             self._heat.fold()
-            self._states.keep(batch)
+            self.states.keep(batch)
             planned = self._planner.plan(batch, self.tables)
             self.peak_streamed = max(self.peak_streamed, len(planned.streamed))
             # Without streams only steps that check drafts measure heat: others are replayed.
@@ -286,16 +286,16 @@ class HybridKVCacheManager:
             held = sum(b.num_tokens for b in table.held) + table.num_released * self.spec.block_size
             assert held >= table.seq.num_computed, "computed tokens without KV"
         self.blocks.check(references)
-        self._states.check()
+        self.states.check()
 
     # -- helpers -----------------------------------------------------------------------------------
 
     def _rewind_if_lost(self, table: BlockTable) -> None:
         """A sequence that lost its recurrent state goes back to a snapshot, or to the start."""
-        if not self._states.is_at(table):
+        if not self.states.is_at(table):
             computed = table.blocks[: table.seq.num_computed // table.block_size]
-            self._release(table.keep_first(self._states.num_resumable(computed)))
-            self._states.load(table)
+            self._release(table.keep_first(self.states.num_resumable(computed)))
+            self.states.load(table)
 
     def _grow(self, table: BlockTable, num_blocks: int) -> None:
         table.blocks += [self.blocks.allocate() for _ in range(num_blocks)]

@@ -43,7 +43,7 @@ class KVMemory:
     all in one piece of memory.
 
     parts, sources: as in KVSpec. offload: None without a host tier. states: of each recurrent
-    layer, as in RecurrentState.
+    layer, as in RecurrentState. snapshots: of both its parts, [places, layers, *shape].
     """
 
     def __init__(self, spec: KVSpec, device: Device, debug: bool = False) -> None:
@@ -80,12 +80,13 @@ class KVMemory:
     def _make_states(self, spec: KVSpec) -> list[tuple[Tensor, Tensor]]:
         """What a slot holds is read after its first write alone; padding rows read the last one."""
         recurrent, num_slots = spec.recurrent, spec.num_state_slots + 1
+        self.snapshots: list[Tensor] = []
         if recurrent is None:
             return []
         inputs, memory = recurrent.state_shapes
         kinds = ((inputs, spec.dtype), (memory, torch.float32))
         num = len(recurrent.layers)
-        self._snapshots = [
+        self.snapshots = [
             self.device.empty_host((spec.num_snapshots, num, *shape), dtype)
             for shape, dtype in kinds
         ]
@@ -101,12 +102,12 @@ class KVMemory:
 
     def save_state(self, slot: int, place: int) -> None:
         """Copy the recurrent state in a slot to a snapshot, behind what compute has been given."""
-        for state, snapshot in zip(self._states, self._snapshots, strict=True):
+        for state, snapshot in zip(self._states, self.snapshots, strict=True):
             snapshot[place].copy_(state[:, slot], non_blocking=True)
 
     def load_state(self, place: int, slot: int) -> None:
         """Copy a snapshot to a slot, behind what compute has been given."""
-        for state, snapshot in zip(self._states, self._snapshots, strict=True):
+        for state, snapshot in zip(self._states, self.snapshots, strict=True):
             state[:, slot].copy_(snapshot[place], non_blocking=True)
 
     def copy_state(self, source: int, target: int) -> None:

@@ -21,32 +21,35 @@ UNKNOWN = -1  # a step has begun to change the state and has not ended
 
 
 class StateSnapshots:
-    """Which block has the snapshot of the state at its end. The one used longest ago makes room."""
+    """Which block has the snapshot of the state at its end. The one used longest ago makes room.
+
+    places: of blocks that have one, that used longest ago first.
+    """
 
     def __init__(self, num_places: int) -> None:
         self._free = list(range(num_places))[::-1]
-        self._places: OrderedDict[Block, int] = OrderedDict()
+        self.places: OrderedDict[Block, int] = OrderedDict()
 
     def __contains__(self, block: Block) -> bool:
-        return block in self._places
+        return block in self.places
 
     def num_before(self, blocks: Sequence[Block]) -> int:
         """How many of these consecutive blocks lie before the last snapshot among them."""
-        found = (n for n in range(len(blocks), 0, -1) if blocks[n - 1] in self._places)
+        found = (n for n in range(len(blocks), 0, -1) if blocks[n - 1] in self.places)
         return next(found, 0)
 
     def use(self, block: Block) -> int:
         """The place of the snapshot of a block that has one."""
-        self._places.move_to_end(block)
-        return self._places[block]
+        self.places.move_to_end(block)
+        return self.places[block]
 
     def add(self, block: Block) -> int:
         """A place for the snapshot of this block; there is one at least."""
-        if block not in self._places:
+        if block not in self.places:
             if not self._free:
-                gone = (b for b in self._places if not b.ref_count and b.key is None)
-                self._free.append(self._places.pop(next(gone, next(iter(self._places)))))
-            self._places[block] = self._free.pop()
+                gone = (b for b in self.places if not b.ref_count and b.key is None)
+                self._free.append(self.places.pop(next(gone, next(iter(self.places)))))
+            self.places[block] = self._free.pop()
         return self.use(block)
 
 
@@ -61,7 +64,7 @@ class StateSlots:
         self._free = list(range(spec.num_states))[::-1]
         self._slots: dict[int, int] = {}  # by seq_id, the one that took its slot first comes first
         self._lengths: dict[int, int] = {}  # by seq_id, the tokens behind its state
-        self._snapshots = StateSnapshots(spec.num_snapshots)
+        self.snapshots = StateSnapshots(spec.num_snapshots)
 
     def take(self, table: BlockTable, running: Container[int]) -> None:
         """Give a sequence a slot, if it has none, and load the state at its last computed token. If
@@ -96,7 +99,7 @@ class StateSlots:
 
     def num_resumable(self, blocks: Sequence[Block]) -> int:
         """How many of these consecutive blocks a sequence can begin with: to the last snapshot."""
-        return self._snapshots.num_before(blocks) if self._spec.num_states else len(blocks)
+        return self.snapshots.num_before(blocks) if self._spec.num_states else len(blocks)
 
     def load(self, table: BlockTable) -> None:
         """Load the snapshot at the last computed token, unless the state is there already."""
@@ -104,7 +107,7 @@ class StateSlots:
         slot = self._slots.get(seq_id)
         if slot is not None and not self.is_at(table):
             block = table.blocks[computed // table.block_size - 1]
-            self._memory.load_state(self._snapshots.use(block), slot)
+            self._memory.load_state(self.snapshots.use(block), slot)
             self._lengths[seq_id] = computed
 
     def tokens_to_stop(self, table: BlockTable, computed: int, num_tokens: int) -> int:
@@ -165,8 +168,8 @@ class StateSlots:
         index, rest = divmod(self._lengths[seq_id], table.block_size)
         if self._spec.num_snapshots and not rest and table.is_resumable(index):
             block = table.found_as(index - 1)
-            if block not in self._snapshots:
-                self._memory.save_state(self._slots[seq_id], self._snapshots.add(block))
+            if block not in self.snapshots:
+                self._memory.save_state(self._slots[seq_id], self.snapshots.add(block))
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is free or held once, by a sequence that lives."""

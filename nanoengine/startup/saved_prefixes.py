@@ -2,7 +2,9 @@
 
 A safetensors file, whose metadata says which model and settings its KV is of. `tokens`, `salts` and
 `parents` say of each block what it holds, the last used ones first and each behind its parent;
-each layer with KV has a tensor of all blocks, as they lie in memory.
+each layer with KV has a tensor of all blocks, as they lie in memory. `ends` says which blocks have
+a snapshot of the recurrent states at their end, that used longest ago first; each of both parts of
+a state has a tensor of all snapshots.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import logging
 import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,6 +40,21 @@ ABOUT = "nanoengine_kv"  # the key of its metadata
 SAMPLE = 1 << 20  # bytes at both ends of a file of weights, by which it is known
 SALT = 32  # bytes of a block's salt, zeros without one
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "U8": 1}  # bytes of a number
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of the file. parts: its bytes, in turn."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Iterable[Any]
+
+    @property
+    def num_bytes(self) -> int:
+        return SIZES[self.dtype] * math.prod(self.shape)
 
 
 class SavedPrefixes:
@@ -46,13 +65,9 @@ class SavedPrefixes:
         ConfigError for a model, or with settings, whose KV no file holds.
         """
         self._path = config.prefix_cache_file and Path(config.prefix_cache_file).expanduser()
-        self._kv, self._digests = kv, frozenset[bytes]()
+        self._kv, self._known = kv, frozenset[tuple[bytes, bool]]()
         if not self._path:
             return
-        if kv.spec.recurrent is not None:
-            raise ConfigError(
-                "prefix_cache_file holds no recurrent states, and this model has some; leave it out"
-            )
         if kv.spec.host_codec is not None:
             raise ConfigError(
                 "prefix_cache_file holds KV as the device has it, and kv_offload_dtype is "
@@ -83,6 +98,7 @@ class SavedPrefixes:
                 blocks = self._allocate(*self._keys(file))
                 for layer, pool in enumerate(self._kv.memory.pool):
                     self._fill(layer, pool, file.get_slice(f"layer.{layer}"), blocks)
+                self._take_states(file, blocks)
         except (SafetensorError, OSError, KeyError, IndexError, ValueError) as error:
             raise ConfigError(
                 f"prefix_cache_file {path} is damaged ({str(error)[:200]}); remove it"
@@ -90,8 +106,13 @@ class SavedPrefixes:
         size, manager = self._kv.spec.block_size, self._kv.blocks
         for block in reversed(blocks):  # the last used ones last
             manager.release(block)
-        self._digests = frozenset(manager.by_digest)
+        self._known = self._told(blocks)
         logger.info("%s: KV of %d tokens", path, len(blocks) * size)
+
+    def _told(self, blocks: Iterable[Block]) -> frozenset[tuple[bytes, bool]]:
+        """Which blocks these are, and whether they have a snapshot."""
+        places = self._kv.states.snapshots.places
+        return frozenset((each.key.digest, each in places) for each in blocks if each.key)
 
     def _keys(self, file: Any) -> tuple[list[BlockKey], list[int]]:
         """What each block holds, and the places of their parents; -1: it begins a text. Raises
@@ -136,6 +157,22 @@ class SavedPrefixes:
         for index, block in enumerate(blocks):
             self._place(layer, pool, block).copy_(stored[index])
 
+    def _take_states(self, file: Any, blocks: list[Block]) -> None:
+        """The snapshots of states at the ends of these blocks. Raises ValueError."""
+        memory, snapshots = self._kv.memory, self._kv.states.snapshots
+        ends = file.get_tensor("ends")
+        stored = [file.get_slice(f"state.{part}") for part in range(len(memory.snapshots))]
+        shapes = [(len(ends), *snapshot.shape[1:]) for snapshot in memory.snapshots]
+        if ends.dtype != torch.int32 or [tuple(each.get_shape()) for each in stored] != shapes:
+            raise ValueError("its states have other shapes")
+        for number, index in enumerate(ends.tolist() if self._kv.spec.num_snapshots else ()):
+            if index < 0:
+                raise ValueError("a state is of no block")
+            if index < len(blocks):  # others found no room
+                place = snapshots.add(blocks[index])
+                for snapshot, state in zip(memory.snapshots, stored, strict=True):
+                    snapshot[place].copy_(state[number])
+
     def _place(self, layer: int, pool: Tensor, block: Block) -> Tensor:
         """One layer of a block, on the device if it is there."""
         if block.device_slot is not None:
@@ -152,14 +189,14 @@ class SavedPrefixes:
         if not self._path or not self._kv.blocks.is_whole:
             return
         blocks = list(_parents_first(self._kv.blocks.cached))
-        keys = [block.key for block in blocks if block.key is not None]
-        if self._digests.issuperset(key.digest for key in keys):
+        told = self._told(blocks)
+        if self._known >= told:
             return
         part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
         try:
             self._kv.memory.device.synchronize()
             with part.open("wb") as file:
-                self._write_all(file, blocks, keys)
+                _write_all(file, self._identity, list(self._tensors(blocks)))
             os.replace(part, self._path)
         except (OSError, RuntimeError) as error:
             logger.warning("prefix_cache_file %s was not written: %s", self._path, error)
@@ -167,46 +204,50 @@ class SavedPrefixes:
         finally:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
-        self._digests = frozenset(key.digest for key in keys)
+        self._known = told
         size = in_gib(self._path.stat().st_size)
         logger.info(
             "%s: KV of %d tokens, %s", self._path, len(blocks) * self._kv.spec.block_size, size
         )
 
-    def _write_all(self, file: BinaryIO, blocks: list[Block], keys: list[BlockKey]) -> None:
-        spec, count, pool = self._kv.spec, len(blocks), self._kv.memory.pool
-        places = {block: index for index, block in enumerate(blocks)}
-        parents = [-1 if b.parent is None else places[b.parent] for b in blocks]
-        end = 4 * spec.block_size
-        heads: list[tuple[str, str, tuple[int, ...], bytes]] = [
-            ("tokens", "I32", (count, spec.block_size), b"".join(k.tokens[:end] for k in keys)),
-            (
-                "salts",
-                "U8",
-                (count, SALT),
-                b"".join(k.tokens[end:].ljust(SALT, b"\0") for k in keys),
-            ),
-            ("parents", "I32", (count,), struct.pack(f"<{count}i", *parents)),
-        ]
-        header: dict[str, Any] = {"__metadata__": {ABOUT: self._identity}}
-        offset = 0
-        shapes = [(count, *block) for block in spec.layer_blocks]
-        sizes = [len(data) for *_, data in heads]
-        sizes += [math.prod(shape) * spec.dtype.itemsize for shape in shapes]
-        named = [*(head[:3] for head in heads)]
-        named += [(f"layer.{i}", DTYPES[spec.dtype], shape) for i, shape in enumerate(shapes)]
-        for (name, dtype, shape), size in zip(named, sizes, strict=True):
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
-            offset += size
-        encoded = json.dumps(header).encode()
-        encoded += b" " * (-len(encoded) % 8)
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for *_, data in heads:
-            file.write(data)
-        for layer, blocks_of_layer in enumerate(pool):
-            for block in blocks:
-                held = self._place(layer, blocks_of_layer, block).cpu().contiguous()
-                file.write(held.view(torch.uint8).numpy().data)
+    def _tensors(self, blocks: list[Block]) -> Iterator[_Stored]:
+        spec, count, memory = self._kv.spec, len(blocks), self._kv.memory
+        end, index = 4 * spec.block_size, {block: number for number, block in enumerate(blocks)}
+        tokens = [block.key.tokens for block in blocks if block.key]
+        parents = [-1 if block.parent is None else index[block.parent] for block in blocks]
+        yield _Stored("tokens", "I32", (count, spec.block_size), [each[:end] for each in tokens])
+        salts = [each[end:].ljust(SALT, b"\0") for each in tokens]
+        yield _Stored("salts", "U8", (count, SALT), salts)
+        yield _Stored("parents", "I32", (count,), [struct.pack(f"<{count}i", *parents)])
+        for layer, (shape, pool) in enumerate(zip(spec.layer_blocks, memory.pool, strict=True)):
+            held = map(partial(self._place, layer, pool), blocks)
+            dtype = DTYPES[spec.dtype]
+            yield _Stored(f"layer.{layer}", dtype, (count, *shape), map(_bytes, held))
+        found = self._kv.states.snapshots.places
+        ends = [(index[block], place) for block, place in found.items() if block in index]
+        numbers = struct.pack(f"<{len(ends)}i", *(number for number, _ in ends))
+        yield _Stored("ends", "I32", (len(ends),), [numbers])
+        for part, snapshot in enumerate(memory.snapshots):
+            shape = (len(ends), *snapshot.shape[1:])
+            states = [snapshot[place] for _, place in ends]
+            yield _Stored(f"state.{part}", DTYPES[snapshot.dtype], shape, map(_bytes, states))
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _write_all(file: BinaryIO, identity: str, tensors: list[_Stored]) -> None:
+    """The format of safetensors: uint64 header length, JSON header, then the tensors end to end."""
+    header: dict[str, Any] = {"__metadata__": {ABOUT: identity}}
+    ends = [*accumulate((each.num_bytes for each in tensors), initial=0)]
+    for each, *offsets in zip(tensors, ends, ends[1:], strict=False):
+        header[each.name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": offsets}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    file.write(struct.pack("<Q", len(encoded)) + encoded)
+    for part in chain.from_iterable(each.parts for each in tensors):
+        file.write(part)
 
 
 def _parents_first(cached: Any) -> Iterator[Block]:

@@ -333,7 +333,7 @@ def assert_all_free(engine: LLMEngine) -> None:
     engine.kv.reset_prefix_cache()
     manager = engine.kv.blocks
     assert not engine.kv.tables and not manager.in_flight
-    assert not engine.kv._states._slots
+    assert not engine.kv.states._slots
     for pool in (manager.device, manager.host):
         assert pool.num_free == pool.num_slots
     engine.kv.check()
