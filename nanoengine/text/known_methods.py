@@ -32,6 +32,8 @@ changed: get_tokenizer().apply_chat_template(messages)
   vLLM: preprocess_chat
 changed: stats()
   vLLM: get_metrics do_log_stats  SGLang: get_server_info
+changed: the setting prefix_cache_file, which keeps cached KV from one run to the next
+  llama.cpp: save_state load_state set_cache
 changed: reset_prefix_cache()
   SGLang: flush_cache  llama.cpp: reset
 changed: nothing: stop asking, and open requests go on

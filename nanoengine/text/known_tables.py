@@ -70,6 +70,8 @@ changed: kv_cache_gib, of memory and not of tokens
   SGLang: max_total_tokens
 changed: kv_offload_gib, in GiB and not in blocks
   LMDeploy: num_cpu_blocks  nano-vllm: num_cpu_blocks
+changed: prefix_cache_file, read when an engine starts and written when it is closed
+  llama.cpp: prompt_cache slot_save_path  SGLang: hicache_storage_backend
 changed: kv_offload_gib, in GiB
   SGLang: hicache_ratio  llama.cpp: no_kv_offload
 changed unless ('auto',): kv_offload_dtype="int8", of KV on the host only
