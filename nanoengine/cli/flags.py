@@ -241,14 +241,14 @@ def read_settings(path: str) -> dict[str, Any]:
     for name in named.keys() - known:
         raise UsageError(f"--config {path}: {unknown_name(SETTING, named[name], known)}")
     kinds = {field.name: str(field.type) for field in fields(EngineConfig)}
-    return {name: _from_yaml(content[given], kinds[name]) for name, given in named.items()}
+    return {name: _from_yaml(content[given], name, kinds[name]) for name, given in named.items()}
 
 
-def _from_yaml(value: Any, kind: str) -> Any:
+def _from_yaml(value: Any, name: str, kind: str) -> Any:
     """The value as its field's type, where YAML 1.1 reads another: a bare `off` is False, and 1e-2,
     without a point, is text.
     """
-    if value is False and kind.startswith("str"):
+    if value is False and name == "speculative":
         return "off"
     if isinstance(value, str) and kind.startswith("float"):
         with suppress(ValueError):

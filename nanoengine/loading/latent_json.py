@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from nanoengine.config.model import LatentConfig
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.models.rope import yarn_attention_factor
@@ -37,7 +39,7 @@ def leave_out_share(content: CheckedJson, latent: LatentConfig) -> None:
     rope = content.get("rope_parameters")
     if not isinstance(rope, dict) or not isinstance(share := rope.get(SHARE), int | float):
         return
-    if int(latent.query_dim * share) == latent.rope_dim:
+    if math.isfinite(share) and int(latent.query_dim * share) == latent.rope_dim:
         content.values["rope_parameters"] = {key: rope[key] for key in rope if key != SHARE}
 
 

@@ -139,7 +139,8 @@ class LoraAdapter:
         for name in sorted(reader.names()):
             end = next((end for end in PARTS if name.endswith(end)), "")
             is_whole = not end and not re.search(r"\.(?:lora_|token_adapter)", name)
-            if not name.startswith(PREFIX) or not (end or is_whole):
+            is_named = name.startswith(PREFIX) and "." in name.removeprefix(PREFIX)
+            if not is_named or not (end or is_whole):
                 raise UnsupportedModelError(
                     f"{reader.folder}: tensor {shown(name)} of the adapter is not supported; merge "
                     "the adapter with peft's merge_and_unload()"
@@ -158,7 +159,7 @@ class LoraAdapter:
             return change
         low, high, lengths = change.low, change.high, change.lengths
         are_matrices = low is not None and high is not None and low.dim() == high.dim() == 2
-        if low is None or high is None or not are_matrices or high.shape[1] != len(low):
+        if low is None or high is None or not are_matrices or not high.shape[1] == len(low) > 0:
             raise WeightMismatchError(
                 f"{self.folder}: the adapter has no lora_A of [rank, inputs] with a lora_B of "
                 f"[outputs, rank] for {shown(name)}"
@@ -196,10 +197,15 @@ class LoraAdapter:
         """By its own names, the weights that `reader` has under these names now. Those of layers
         for images are left out, as the model's are.
         """
+        names = {name: name for name in self._changes}
         if config.wrapper:
-            names = {its: name for name, its in text_names(self._changes).items()}
-        else:
-            names = {name: name for name in self._changes}
+            texts = {its: name for name, its in text_names(self._changes).items()}
+            of_images = {_first_part(name) for name in reader.others}
+            names = {
+                name: texts.get(name, name)
+                for name in names
+                if name in texts or _first_part(name) not in of_images
+            }
         found, there = {}, reader.names()
         for its, own in names.items():
             name = own if own in there else OF_NEMOTRON + own.removeprefix("model.")
@@ -219,6 +225,8 @@ class LoraAdapter:
                 "ties them, which is not supported; merge the adapter with peft's "
                 "merge_and_unload()"
             )
+        if not found:
+            raise WeightMismatchError(f"{self.folder}: the adapter changes no weight of this model")
         missing = sorted(each.name for each in found.values() if not each.stored)
         self._check(missing, "which the model has not")
         wrong = [
@@ -260,12 +268,20 @@ class LoraAdapter:
         return f"with the LoRA adapter {self.folder} (rank {listed}{own})"
 
 
-def read_adapter(name: str) -> LoraAdapter:
-    """The adapter in a folder, or of a hub id, which is downloaded once into the hub's cache."""
+def _first_part(name: str) -> str:
+    """Of a tensor's name: what it is called in a model for images, as "vision_tower"."""
+    return name.removeprefix("model.").partition(".")[0]
+
+
+def adapter_folder(name: str) -> Path:
+    """A folder, or that of a hub id, which is downloaded once into the hub's cache."""
     path = given_path(name)
-    if not path.is_dir() and is_hub_id(name):
-        path = hub_folder(name)
-    return LoraAdapter(path)
+    return hub_folder(name) if not path.is_dir() and is_hub_id(name) else path
+
+
+def read_adapter(name: str) -> LoraAdapter:
+    """The adapter in `adapter_folder`."""
+    return LoraAdapter(adapter_folder(name))
 
 
 def changed(part: Part, weight: Weight, changes: Mapping[str, Change]) -> Weight:

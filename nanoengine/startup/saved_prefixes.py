@@ -4,24 +4,18 @@ A safetensors file, whose metadata says which model and settings its KV is of. `
 `parents` say of each block what it holds, the last used ones first and each behind its parent;
 each layer with KV has a tensor of all blocks, as they lie in memory. `ends` says which blocks have
 a snapshot of the recurrent states at their end, that used longest ago first; each of both parts of
-a state has a tensor of all snapshots.
+a state has a tensor of all snapshots. `sums` are checksums: of each layer's blocks, and of each
+part's snapshots.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import math
-import os
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,30 +25,23 @@ from nanoengine.config.engine import EngineConfig, in_gib
 from nanoengine.errors import ConfigError, shown
 from nanoengine.kv.block_manager import Block, BlockKey, chain_digest
 from nanoengine.kv.kv_cache import HybridKVCacheManager
-from nanoengine.loading.find_model import given_path
 from nanoengine.startup.parts import ComputeParts
+from nanoengine.startup.prefix_file import (
+    ABOUT,
+    SUM,
+    StoredTensor,
+    bytes_of,
+    checksum,
+    file_path,
+    identity_of,
+    replacing,
+    write_all,
+)
 
 logger = logging.getLogger(__name__)
-FORMAT = 1  # of the file
-ABOUT = "nanoengine_kv"  # the key of its metadata
-SAMPLE = 1 << 20  # bytes at both ends of a file of weights, by which it is known
 SALT = 32  # bytes of a block's salt, zeros without one
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "U8": 1}  # bytes of a number
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor of the file. parts: its bytes, in turn."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    parts: Iterable[Any]
-
-    @property
-    def num_bytes(self) -> int:
-        return SIZES[self.dtype] * math.prod(self.shape)
+Known = frozenset[tuple[bytes, bool]]
 
 
 class SavedPrefixes:
@@ -64,22 +51,18 @@ class SavedPrefixes:
         """Reads the file, if it is there: after the speed was measured, which writes KV. Raises
         ConfigError for a model, or with settings, whose KV no file holds.
         """
-        self._path = config.prefix_cache_file and Path(config.prefix_cache_file).expanduser()
-        self._kv, self._known = kv, frozenset[tuple[bytes, bool]]()
-        if not self._path:
+        self._kv, self._known, self._path = kv, Known(), None
+        if config.prefix_cache_file is None:
             return
         if kv.spec.host_codec is not None:
             raise ConfigError(
                 "prefix_cache_file holds KV as the device has it, and kv_offload_dtype is "
                 f"{shown(config.kv_offload_dtype)}; leave one of them out"
             )
-        if not self._path.absolute().parent.is_dir() or self._path.is_dir():
-            raise ConfigError(
-                f"prefix_cache_file must name a file in a folder that is there, got {self._path}"
-            )
-        self._identity = _identity(config, parts, kv)
-        if self._path.exists():
-            self._read(self._path)
+        self._path = path = file_path(config.prefix_cache_file)
+        self._identity = identity_of(config, parts, kv.spec)
+        if path.exists():
+            self._read(path)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -89,27 +72,49 @@ class SavedPrefixes:
         """
         try:
             with safe_open(str(path), framework="pt", device="cpu") as file:
-                about = file.metadata() or {}
-                if about.get(ABOUT) != self._identity:
-                    raise ConfigError(
-                        f"prefix_cache_file {path} holds KV of another model or of other settings; "
-                        "give another path, or remove it"
-                    )
-                blocks = self._allocate(*self._keys(file))
-                for layer, pool in enumerate(self._kv.memory.pool):
-                    self._fill(layer, pool, file.get_slice(f"layer.{layer}"), blocks)
-                self._take_states(file, blocks)
-        except (SafetensorError, OSError, KeyError, IndexError, ValueError) as error:
+                is_ours = (file.metadata() or {}).get(ABOUT) == self._identity
+                blocks, count = self._taken(file) if is_ours else ([], 0)
+        except OSError as error:
+            raise ConfigError(f"prefix_cache_file {path} cannot be read: {error}") from error
+        except (SafetensorError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"prefix_cache_file {path} is damaged ({str(error)[:200]}); remove it"
             ) from error
-        size, manager = self._kv.spec.block_size, self._kv.blocks
+        if not is_ours:
+            raise ConfigError(
+                f"prefix_cache_file {path} holds KV of another model or of other settings; give "
+                "another path, or remove it"
+            )
         for block in reversed(blocks):  # the last used ones last
-            manager.release(block)
+            self._kv.blocks.release(block)
         self._known = self._told(blocks)
+        size = self._kv.spec.block_size
         logger.info("%s: KV of %d tokens", path, len(blocks) * size)
+        if len(blocks) < count:
+            logger.warning(
+                "prefix_cache_file %s has KV of %d tokens, and there is room for %d: the rest is "
+                "forgotten when the file is written; raise kv_cache_gib or kv_offload_gib",
+                *(path, count * size, len(blocks) * size),
+            )
 
-    def _told(self, blocks: Iterable[Block]) -> frozenset[tuple[bytes, bool]]:
+    def _taken(self, file: Any) -> tuple[list[Block], int]:
+        """Blocks with what the file has of them, to which this holds references; and how many the
+        file has. Raises ValueError.
+        """
+        keys, places = self._keys(file)
+        sums, memory, count = file.get_tensor("sums"), self._kv.memory, len(keys)
+        ends = file.get_tensor("ends")
+        num_sums = count * len(memory.pool) + len(ends) * len(memory.snapshots)
+        if sums.dtype != torch.uint8 or tuple(sums.shape) != (num_sums, SUM):
+            raise ValueError("its checksums have another shape")
+        blocks = self._allocate(keys, places)
+        for layer, pool in enumerate(memory.pool):
+            stored = file.get_slice(f"layer.{layer}")
+            self._fill(layer, pool, stored, blocks, sums[layer * count :])
+        self._take_states(file, blocks, ends, sums[len(memory.pool) * count :])
+        return blocks, count
+
+    def _told(self, blocks: Iterable[Block]) -> Known:
         """Which blocks these are, and whether they have a snapshot."""
         places = self._kv.states.snapshots.places
         return frozenset((each.key.digest, each in places) for each in blocks if each.key)
@@ -124,7 +129,8 @@ class SavedPrefixes:
         shapes += [tuple(file.get_slice(f"layer.{i}").get_shape()) for i in range(spec.num_layers)]
         wanted = [(count, spec.block_size), (count, SALT), (count,)]
         wanted += [(count, *block) for block in spec.layer_blocks]
-        if shapes != wanted or (tokens.dtype, parents.dtype) != (torch.int32, torch.int32):
+        dtypes = tokens.dtype, salts.dtype, parents.dtype
+        if shapes != wanted or dtypes != (torch.int32, torch.uint8, torch.int32):
             raise ValueError("its tensors have other shapes")
         keys: list[BlockKey] = []
         places: list[int] = parents.tolist()
@@ -151,16 +157,17 @@ class SavedPrefixes:
             manager.publish(block, blocks[place] if place >= 0 else None, key)
         return blocks
 
-    def _fill(self, layer: int, pool: Tensor, stored: Any, blocks: list[Block]) -> None:
+    def _fill(
+        self, layer: int, pool: Tensor, stored: Any, blocks: list[Block], sums: Tensor
+    ) -> None:
         slots = [block.device_slot for block in blocks if block.device_slot is not None]
         self._kv.memory.before_write(layer, slots)
         for index, block in enumerate(blocks):
-            self._place(layer, pool, block).copy_(stored[index])
+            self._place(layer, pool, block).copy_(_checked(stored[index], sums[index]))
 
-    def _take_states(self, file: Any, blocks: list[Block]) -> None:
+    def _take_states(self, file: Any, blocks: list[Block], ends: Tensor, sums: Tensor) -> None:
         """The snapshots of states at the ends of these blocks. Raises ValueError."""
         memory, snapshots = self._kv.memory, self._kv.states.snapshots
-        ends = file.get_tensor("ends")
         stored = [file.get_slice(f"state.{part}") for part in range(len(memory.snapshots))]
         shapes = [(len(ends), *snapshot.shape[1:]) for snapshot in memory.snapshots]
         if ends.dtype != torch.int32 or [tuple(each.get_shape()) for each in stored] != shapes:
@@ -170,8 +177,11 @@ class SavedPrefixes:
                 raise ValueError("a state is of no block")
             if index < len(blocks):  # others found no room
                 place = snapshots.add(blocks[index])
-                for snapshot, state in zip(memory.snapshots, stored, strict=True):
-                    snapshot[place].copy_(state[number])
+                for part, (snapshot, state) in enumerate(
+                    zip(memory.snapshots, stored, strict=True)
+                ):
+                    whole = sums[part * len(ends) + number]
+                    snapshot[place].copy_(_checked(state[number], whole))
 
     def _place(self, layer: int, pool: Tensor, block: Block) -> Tensor:
         """One layer of a block, on the device if it is there."""
@@ -190,105 +200,72 @@ class SavedPrefixes:
             return
         blocks = list(_parents_first(self._kv.blocks.cached))
         told = self._told(blocks)
-        if self._known >= told:
+        if self._known == told:
             return
-        part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
         try:
             self._kv.memory.device.synchronize()
-            with part.open("wb") as file:
-                _write_all(file, self._identity, list(self._tensors(blocks)))
-            os.replace(part, self._path)
+            with replacing(self._path) as file:
+                write_all(file, self._identity, list(self._tensors(blocks)))
+            size = in_gib(self._path.stat().st_size)
         except (OSError, RuntimeError) as error:
             logger.warning("prefix_cache_file %s was not written: %s", self._path, error)
             return
-        finally:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
         self._known = told
-        size = in_gib(self._path.stat().st_size)
-        logger.info(
-            "%s: KV of %d tokens, %s", self._path, len(blocks) * self._kv.spec.block_size, size
-        )
+        num_tokens = len(blocks) * self._kv.spec.block_size
+        logger.info("%s: KV of %d tokens, %s", self._path, num_tokens, size)
 
-    def _tensors(self, blocks: list[Block]) -> Iterator[_Stored]:
+    def _tensors(self, blocks: list[Block]) -> Iterator[StoredTensor]:
         spec, count, memory = self._kv.spec, len(blocks), self._kv.memory
         end, index = 4 * spec.block_size, {block: number for number, block in enumerate(blocks)}
         tokens = [block.key.tokens for block in blocks if block.key]
         parents = [-1 if block.parent is None else index[block.parent] for block in blocks]
-        yield _Stored("tokens", "I32", (count, spec.block_size), [each[:end] for each in tokens])
+        yield StoredTensor("tokens", "I32", (count, spec.block_size), [t[:end] for t in tokens])
         salts = [each[end:].ljust(SALT, b"\0") for each in tokens]
-        yield _Stored("salts", "U8", (count, SALT), salts)
-        yield _Stored("parents", "I32", (count,), [struct.pack(f"<{count}i", *parents)])
-        for layer, (shape, pool) in enumerate(zip(spec.layer_blocks, memory.pool, strict=True)):
-            held = map(partial(self._place, layer, pool), blocks)
-            dtype = DTYPES[spec.dtype]
-            yield _Stored(f"layer.{layer}", dtype, (count, *shape), map(_bytes, held))
+        yield StoredTensor("salts", "U8", (count, SALT), salts)
+        yield StoredTensor("parents", "I32", (count,), [struct.pack(f"<{count}i", *parents)])
         found = self._kv.states.snapshots.places
         ends = [(index[block], place) for block, place in found.items() if block in index]
         numbers = struct.pack(f"<{len(ends)}i", *(number for number, _ in ends))
-        yield _Stored("ends", "I32", (len(ends),), [numbers])
+        yield StoredTensor("ends", "I32", (len(ends),), [numbers])
+        sums: list[bytes] = []  # of what was written before
+        for layer, (shape, pool) in enumerate(zip(spec.layer_blocks, memory.pool, strict=True)):
+            held = map(partial(self._place, layer, pool), blocks)
+            name, dtype = f"layer.{layer}", DTYPES[spec.dtype]
+            yield StoredTensor(name, dtype, (count, *shape), _summed(held, sums))
         for part, snapshot in enumerate(memory.snapshots):
-            shape = (len(ends), *snapshot.shape[1:])
+            shape_of_all = (len(ends), *snapshot.shape[1:])
             states = [snapshot[place] for _, place in ends]
-            yield _Stored(f"state.{part}", DTYPES[snapshot.dtype], shape, map(_bytes, states))
+            name, dtype = f"state.{part}", DTYPES[snapshot.dtype]
+            yield StoredTensor(name, dtype, shape_of_all, _summed(states, sums))
+        num_sums = count * len(memory.pool) + len(ends) * len(memory.snapshots)
+        yield StoredTensor("sums", "U8", (num_sums, SUM), sums)
 
 
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+def _summed(tensors: Iterable[Tensor], sums: list[bytes]) -> Iterator[Any]:
+    """The bytes of each; its checksum goes to `sums`."""
+    for tensor in tensors:
+        data = bytes_of(tensor)
+        sums.append(checksum(data))
+        yield data
 
 
-def _write_all(file: BinaryIO, identity: str, tensors: list[_Stored]) -> None:
-    """The format of safetensors: uint64 header length, JSON header, then the tensors end to end."""
-    header: dict[str, Any] = {"__metadata__": {ABOUT: identity}}
-    ends = [*accumulate((each.num_bytes for each in tensors), initial=0)]
-    for each, *offsets in zip(tensors, ends, ends[1:], strict=False):
-        header[each.name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": offsets}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    file.write(struct.pack("<Q", len(encoded)) + encoded)
-    for part in chain.from_iterable(each.parts for each in tensors):
-        file.write(part)
+def _checked(tensor: Tensor, wanted: Tensor) -> Tensor:
+    """The tensor, which has this checksum. Raises ValueError."""
+    if checksum(bytes_of(tensor)) != wanted.numpy().tobytes():
+        raise ValueError("a checksum is wrong")
+    return tensor
 
 
 def _parents_first(cached: Any) -> Iterator[Block]:
     """Published blocks that a lookup reaches, the last used first, but each behind its parent."""
-    seen = set[Block]()
+    reached: dict[Block, bool] = {}
     for block in reversed(cached):
-        chain = list[Block]()
-        above: Block | None = block
-        while above is not None and above not in seen:
+        chain, above = list[Block](), block
+        while above is not None and above not in reached:
             chain.append(above)
             above = above.parent
-        if all(each.key is not None for each in chain):
-            seen.update(chain)
-            yield from reversed(chain)
-
-
-def _identity(config: EngineConfig, parts: ComputeParts, kv: HybridKVCacheManager) -> str:
-    """What KV depends on: the model, its weights, and how its numbers are made."""
-    spec, facts = kv.spec, parts.facts
-    folders = [parts.folder, *([given_path(config.lora)] if config.lora else [])]
-    said = [
-        *(FORMAT, json.dumps(asdict(parts.model.config), default=_in_order)),
-        *(_weights(folder) for folder in folders),
-        *(str(facts.dtype), facts.attention, facts.quantization, facts.source),
-        *(spec.block_size, spec.layer_blocks, str(spec.dtype), config.load_format, config.seed),
-    ]
-    return hashlib.sha256(repr(said).encode()).hexdigest()
-
-
-def _in_order(value: object) -> object:
-    return sorted(value) if isinstance(value, frozenset) else repr(value)
-
-
-def _weights(folder: Path) -> list[tuple[str, int, str]]:
-    """Name, size and a digest of both ends of each file of weights."""
-    found = []
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            ends = file.read(SAMPLE)
-            file.seek(max(0, size - SAMPLE))
-            ends += file.read(SAMPLE)
-        found.append((path.name, size, hashlib.sha256(ends).hexdigest()))
-    return found
+        is_reached = above is None or reached[above]
+        for each in reversed(chain):
+            is_reached = reached[each] = is_reached and each.key is not None
+            if is_reached:
+                yield each

@@ -162,6 +162,32 @@ def test_the_text_model_of_one_for_images(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, theirs(model, tokens), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("start", ["model.decoder.", "text.model.", "transformer."])
+def test_names_of_no_part_of_such_a_model_are_refused(tmp_path: Path, start: str) -> None:
+    """They might be of an adapter that does nothing."""
+    folder = tmp_path / "m"
+    WRAPPED["Mistral3ForConditionalGeneration"](folder)
+    adapter_of(folder, tmp_path / "a", target_modules=["q_proj"])
+    path = tmp_path / "a" / "adapter_model.safetensors"
+    texts = {name: t for name, t in load_file(path).items() if "vision" not in name}
+    stem = "base_model.model.model.language_model."
+    renamed = {name.replace(stem, f"base_model.model.{start}"): t for name, t in texts.items()}
+    assert not renamed.keys() & texts.keys()
+    save_file(renamed, path, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match="tensors which the model has not"):
+        small_engine(folder, lora=str(tmp_path / "a"))
+
+
+def test_an_adapter_of_images_alone_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    WRAPPED["Mistral3ForConditionalGeneration"](folder)
+    adapter_of(folder, tmp_path / "a", target_modules="all-linear")
+    path = tmp_path / "a" / "adapter_model.safetensors"
+    save_file({n: t for n, t in load_file(path).items() if "vision" in n}, path, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match="changes no weight of this model"):
+        small_engine(folder, lora=str(tmp_path / "a"))
+
+
 def merged(folder: Path, adapter: Path, target: Path) -> Path:
     """A checkpoint with the sums of peft's merge_and_unload."""
     shutil.copytree(folder, target)
@@ -266,6 +292,8 @@ STEM = "base_model.model.model.layers.0.self_attn.q_proj"
         (f"{STEM}.lora_B.bias", (64,), "is not supported; merge"),
         ("model.layers.0.self_attn.q_proj.lora_A.weight", (4, 64), "is not supported; merge"),
         (f"{STEM}.lora_A.weight", (3, 64), "no lora_A of .* with a lora_B"),
+        (f"{STEM}.lora_A.weight", (0, 64), "no lora_A of .* with a lora_B"),
+        ("base_model.model.x", (4, 4), "is not supported; merge"),
         (f"{STEM}.lora_A.weight", (4, 4, 64), "no lora_A of .* with a lora_B"),
         (
             f"{STEM}.lora_A.weight",

@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText, Mistral4Config
 from transformers.models.mistral4 import modeling_mistral4
 
 from nanoengine.config.model import LatentConfig, ModelConfig
-from nanoengine.errors import UnsupportedModelError
+from nanoengine.errors import ModelLoadError
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.weight_shapes import weight_shapes
 
@@ -105,9 +105,10 @@ def test_keys_that_are_left_out_are_transformers_defaults(tmp_path: Path) -> Non
     assert ours.hidden_size == theirs.hidden_size and ours.num_layers == theirs.num_hidden_layers
 
 
-def test_another_share_of_a_query_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
-        read(tmp_path, PUBLISHED, rope_parameters=ROPE | {"partial_rotary_factor": 0.25})
+@pytest.mark.parametrize("share", [0.25, 1e300, True, -1])
+def test_another_share_of_a_query_is_refused(tmp_path: Path, share: float) -> None:
+    with pytest.raises(ModelLoadError, match="partial_rotary_factor"):
+        read(tmp_path, PUBLISHED, rope_parameters=ROPE | {"partial_rotary_factor": share})
 
 
 def logits_beside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any]:

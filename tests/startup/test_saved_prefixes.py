@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import load_reference
 from driver import Driver, assert_all_free, small_engine
 from marks import needs_no_gpu
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.config.engine import EngineConfig
 from nanoengine.errors import ConfigError
-from nanoengine.startup.saved_prefixes import ABOUT
+from nanoengine.startup.prefix_file import ABOUT, OLD_S
 
 Tiny = Callable[[str], Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -111,6 +115,83 @@ def test_what_is_known_is_not_written_again(tiny: Tiny, tmp_path: Path) -> None:
     assert file.stat().st_ino != before.st_ino
 
 
+def test_what_was_forgotten_is_not_kept(tiny: Tiny, tmp_path: Path) -> None:
+    file = tmp_path / "kv"
+    run(tiny("llama"), [PROMPT], file)
+    engine = small_engine(tiny("llama"), prefix_cache_file=str(file))
+    engine.kv.reset_prefix_cache()
+    engine.close()
+    assert run(tiny("llama"), [PROMPT], file)[0][0] == 0
+
+
+def test_a_file_that_finds_no_room_is_a_warning(
+    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "kv"
+    run(tiny("llama"), [PROMPT], file)
+    before = file.read_bytes()
+    small_engine(tiny("llama"), prefix_cache_file=str(file), num_gpu_blocks=4).close()
+    assert "has KV of 64 tokens, and there is room for 32" in caplog.text
+    assert file.read_bytes() == before
+
+
+def test_two_engines_that_close_at_once_leave_a_whole_file(tiny: Tiny, tmp_path: Path) -> None:
+    file = tmp_path / "kv"
+    engines = [small_engine(tiny("llama"), prefix_cache_file=str(file)) for _ in range(2)]
+    for engine, prompt in zip(engines, (PROMPT, OTHER), strict=True):
+        Driver(engine).run([prompt], [GREEDY])
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda engine: engine.close(), engines))
+    counts = [cached for cached, *_ in run(tiny("llama"), [PROMPT, OTHER], file)]
+    assert counts in ([56, 0], [0, 39]) and [*tmp_path.iterdir()] == [file]
+
+
+def test_links_and_permissions_stay_and_old_parts_go(tiny: Tiny, tmp_path: Path) -> None:
+    link, file, left, new = (tmp_path / n for n in ("link", "kv", "kv.x.part", "kv.y.part"))
+    link.symlink_to(file)
+    run(tiny("llama"), [PROMPT], link)
+    assert link.is_symlink() and file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o640)
+    for part in (left, new):
+        part.write_bytes(b"")
+    os.utime(left, (time.time() - 2 * OLD_S,) * 2)
+    run(tiny("llama"), [OTHER], link)
+    assert link.is_symlink() and file.stat().st_mode & 0o777 == 0o640
+    assert not left.exists() and new.exists()
+
+
+def test_the_path_is_that_of_the_start(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    engine = small_engine(tiny("llama"), prefix_cache_file="kv")
+    Driver(engine).run([PROMPT], [GREEDY])
+    monkeypatch.chdir(tmp_path / "other")
+    engine.close()
+    assert (tmp_path / "kv").is_file()
+
+
+def test_a_user_that_is_not_there_is_told(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match="cannot be a path"):
+        small_engine(tiny("llama"), prefix_cache_file="~nobody-here/kv")
+
+
+def test_an_adapter_is_part_of_the_model(tiny: Tiny, tmp_path: Path) -> None:
+    """Its weights, and its settings; not the way to its folder."""
+    file, folder = tmp_path / "kv", tmp_path / "adapter"
+    adapted = get_peft_model(load_reference(tiny("llama")), LoraConfig(r=2))
+    adapted.save_pretrained(folder)
+    run(tiny("llama"), [PROMPT], file, lora=str(folder))
+    way = os.path.relpath(folder)
+    assert run(tiny("llama"), [PROMPT], file, lora=way, seed=3)[0][0] == 56
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 3}))
+    for settings in ({"lora": str(folder)}, {}):
+        with pytest.raises(ConfigError, match="of another model"):
+            small_engine(tiny("llama"), prefix_cache_file=str(file), **settings)
+
+
 def test_requests_that_run_are_ended_first(tiny: Tiny, tmp_path: Path) -> None:
     engine = small_engine(tiny("llama"), prefix_cache_file=str(tmp_path / "kv"))
     engine.add_request(PROMPT, SamplingParams(max_tokens=50))
@@ -160,7 +241,9 @@ def test_kv_of_other_settings_is_refused(
 ) -> None:
     file = tmp_path / "kv"
     run(tiny("llama"), [PROMPT], file)
-    with pytest.raises(ConfigError, match="of another model or of other settings; give another"):
+    with pytest.raises(
+        ConfigError, match=r"kv holds KV of another model or of other settings; give another"
+    ):
         small_engine(tiny("llama"), prefix_cache_file=str(file), **settings)
 
 
@@ -170,7 +253,7 @@ def test_kv_of_other_weights_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     run(model, [PROMPT], file)
     assert run(model, [PROMPT], file)[0][0] == 56
     tensors = load_file(model / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 2
+    tensors["model.layers.1.mlp.up_proj.weight"][40:60] *= 2  # in the middle of a file
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="of another model"):
         small_engine(model, prefix_cache_file=str(file))
@@ -191,6 +274,10 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "far away": lambda file: rewritten(file, parents=torch.full((8,), -2, dtype=torch.int32)),
     "other tokens": lambda file: rewritten(file, tokens=torch.zeros(8, 9, dtype=torch.int32)),
     "long tokens": lambda file: rewritten(file, tokens=torch.zeros(8, 8, dtype=torch.int64)),
+    "no dimension": lambda file: rewritten(file, parents=torch.tensor(1, dtype=torch.int32)),
+    "other salts": lambda file: rewritten(file, salts=torch.zeros(8, 32, dtype=torch.bfloat16)),
+    "a bit": lambda file: rewritten(file, **{"layer.1": load_file(file)["layer.1"] * 2}),
+    "no sums": lambda file: rewritten(file, sums=torch.zeros(0, 8, dtype=torch.uint8)),
     "a layer": lambda file: rewritten(file, **{"layer.1": torch.zeros(8, 2, 8, 2, 8)}),
 }
 
@@ -207,8 +294,7 @@ def test_a_damaged_file_is_refused(tiny: Tiny, tmp_path: Path, damage: str) -> N
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [
-        ("ends", torch.tensor([-1], dtype=torch.int32)),
-        ("ends", torch.zeros(3, dtype=torch.int32)),
+        ("ends", torch.tensor([-1])),
         ("state.0", torch.zeros(1, 2, 3)),
     ],
 )
@@ -217,12 +303,9 @@ def test_states_that_do_not_fit_are_refused(
 ) -> None:
     file = tmp_path / "kv"
     run(tiny("qwen3.5"), [PROMPT], file)
-    stored = load_file(file)
-    of_one = {each: stored[each][:1] for each in ("ends", "state.0", "state.1")}
-    rewritten(file, **of_one)
-    assert run(tiny("qwen3.5"), [OTHER], file)[0][0] == 0
-    run(tiny("qwen3.5"), [PROMPT], file)
-    rewritten(file, **(of_one | {name: tensor}))
+    held = load_file(file)[name]
+    changed = tensor.to(held.dtype).expand(len(held), *tensor.shape[1:]).contiguous()
+    rewritten(file, **{name: changed})
     with pytest.raises(ConfigError, match=r"is damaged .*; remove it"):
         small_engine(tiny("qwen3.5"), prefix_cache_file=str(file))
 
@@ -235,7 +318,7 @@ def test_a_file_of_something_else_is_refused(tiny: Tiny, tmp_path: Path) -> None
     assert json.dumps(sorted(load_file(path))) == '["a"]'
 
 
-@pytest.mark.parametrize("path", ["", "nowhere/kv"])
+@pytest.mark.parametrize("path", ["", "nowhere/kv", "/dev/null"])
 def test_a_path_that_is_no_file_is_refused(tiny: Tiny, tmp_path: Path, path: str) -> None:
     with pytest.raises(ConfigError, match="must name a file in a folder that is there"):
         small_engine(tiny("llama"), prefix_cache_file=str(tmp_path / path))
