@@ -485,9 +485,7 @@ def make_config(model: Any, settings: Mapping[str, Any]) -> EngineConfig:
 def _bad_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
     near = near_name(value.lower(), allowed) if isinstance(value, str) else None
     hint = f"; did you mean {near!r}?" if near else ""
-    if (
-        is_one_of(value, ("None",)) and name in OPTIONAL
-    ):  # text of a command line, a variable or YAML
+    if name in OPTIONAL and is_one_of(value, ("None",)):  # where settings are texts
         hint = "; leave it out for None"
     either = "None or one of" if name in OPTIONAL else "one of"
     listed = MEANINGS.get(name, f"{either} {', '.join(allowed)}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 
 from nanoengine.config.attention import AttentionConfig
 
@@ -453,3 +454,13 @@ class AssistantConfig:
     hidden_size: int
     num_centroids: int = 0
     num_open: int = 0
+
+
+def same_text(config: ModelConfig) -> str:
+    """All that it says, in the same words in each process: sets are in order."""
+    return json.dumps(asdict(config), default=_in_order)
+
+
+def _in_order(value: object) -> object:
+    """What JSON has no form for: a set, or a value."""
+    return sorted(value) if isinstance(value, frozenset) else repr(value)

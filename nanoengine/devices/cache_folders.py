@@ -11,8 +11,9 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from nanoengine.config.engine import GIB, MAX_GIB
 from nanoengine.errors import ConfigError, shown
@@ -65,13 +66,24 @@ def is_private(folder: Path) -> bool:
 
 def replace_file(path: Path, text: str) -> None:
     """Write a file of which nobody sees half, and which may be there already. Raises OSError."""
-    handle, name = tempfile.mkstemp(dir=path.parent)
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def replacing(path: Path, suffix: str = "") -> Iterator[BinaryIO]:
+    """A file that takes the place of another one when it is written whole; none is left of one that
+    is not. suffix: of its name until then. Raises OSError.
+    """
+    prefix = f"{path.name}." if suffix else None
+    handle, name = tempfile.mkstemp(suffix, prefix, path.parent)
     try:
-        with open(handle, "w") as file:
-            file.write(text)
+        with open(handle, "wb") as file:
+            yield file
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        with suppress(OSError):
+            os.unlink(name)
         raise
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -81,6 +82,13 @@ class Part:
     is_turned: bool = False
     scales: str = ""
     is_flat: bool = False
+
+
+def header_bytes(header: Mapping[str, Any]) -> bytes:
+    """The beginning of a safetensors file: uint64 length, then JSON, padded to 8 bytes."""
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return struct.pack("<Q", len(encoded)) + encoded
 
 
 class CheckpointReader:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightMismatchError, shown
-from nanoengine.loading.checkpoint import ALL_ROWS, NUM_SHOWN, CheckpointReader, Part
+from nanoengine.loading.checkpoint import NUM_SHOWN, CheckpointReader, Part
 from nanoengine.loading.find_model import given_path
 from nanoengine.loading.hub import hub_folder, is_hub_id
 from nanoengine.loading.wrappers import text_names
@@ -28,6 +28,7 @@ from nanoengine.text.checked_json import CheckedJson, has_file, positive
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 EXPERT = ".experts."
+MERGE = "merge the adapter with peft's merge_and_unload()"
 OF_NEMOTRON = "backbone."  # what its files have where transformers has "model."
 # Keys of CONFIG that change what an adapter does, in ways not done here.
 REFUSED = (
@@ -130,7 +131,7 @@ class LoraAdapter:
             if content.get(key):
                 raise UnsupportedModelError(
                     f"{content.path}: {key!r} is {shown(content.get(key))}, which is not "
-                    "supported; merge the adapter with peft's merge_and_unload()"
+                    f"supported; {MERGE}"
                 )
 
     def _read(self, reader: CheckpointReader) -> dict[str, Change]:
@@ -142,8 +143,8 @@ class LoraAdapter:
             is_named = name.startswith(PREFIX) and "." in name.removeprefix(PREFIX)
             if not is_named or not (end or is_whole):
                 raise UnsupportedModelError(
-                    f"{reader.folder}: tensor {shown(name)} of the adapter is not supported; merge "
-                    "the adapter with peft's merge_and_unload()"
+                    f"{reader.folder}: tensor {shown(name)} of the adapter is not supported; "
+                    f"{MERGE}"
                 )
             base = WRAPS.sub("", name.removeprefix(PREFIX))
             module = base.removesuffix(end) + ".weight" if end else base
@@ -171,8 +172,7 @@ class LoraAdapter:
             )
         if lengths is not None and (change.is_turned or lengths.shape != high.shape[:1]):
             raise UnsupportedModelError(
-                f"{self.folder}: DoRA of {shown(name)} is not supported; merge the adapter with "
-                "peft's merge_and_unload()"
+                f"{self.folder}: DoRA of {shown(name)} is not supported; {MERGE}"
             )
         rank = len(low)
         root = math.sqrt(rank) if self._content.flag("use_rslora") else rank
@@ -222,8 +222,7 @@ class LoraAdapter:
         if config.tie_word_embeddings and {each.name for each in found.values()} & set(ENDS):
             raise UnsupportedModelError(
                 f"{self.folder}: the adapter changes the embeddings or the head, and the model "
-                "ties them, which is not supported; merge the adapter with peft's "
-                "merge_and_unload()"
+                f"ties them, which is not supported; {MERGE}"
             )
         if not found:
             raise WeightMismatchError(f"{self.folder}: the adapter changes no weight of this model")
@@ -294,7 +293,6 @@ def changed(part: Part, weight: Weight, changes: Mapping[str, Change]) -> Weight
         return weight
     if part != Part(part.stored, rows=part.rows):
         raise UnsupportedModelError(
-            f"an adapter that changes {part.stored!r} is not supported; merge it with peft's "
-            "merge_and_unload()"
+            f"an adapter that changes {part.stored!r} is not supported; {MERGE}"
         )
-    return change.of(numbers_of(weight), slice(*(ALL_ROWS if part.is_flat else part.rows)))
+    return change.of(numbers_of(weight), slice(*part.rows))

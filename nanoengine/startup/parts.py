@@ -23,13 +23,7 @@ from nanoengine.devices.gpu import find_graphs
 from nanoengine.devices.select import make_device
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.errors import ConfigError, ModelNotFoundError
-from nanoengine.kernels.c_build import (
-    SOURCE,
-    KernelBuildError,
-    Source,
-    build_together,
-    find_compiler,
-)
+from nanoengine.kernels.c_build import SOURCE, KernelBuildError, Source, build_together
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, products_source, why_not
@@ -45,7 +39,12 @@ from nanoengine.models.layer_ops import LayerOps, TorchOps
 from nanoengine.models.make_codes import FORMAT
 from nanoengine.models.shard import Sharding
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.startup.device_limits import check_dtype, check_rows, rows_without_codes
+from nanoengine.startup.device_limits import (
+    check_dtype,
+    check_rows,
+    rows_without_codes,
+    why_no_kernels,
+)
 from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, streams
 from nanoengine.startup.weight_bytes import no_codes
 from nanoengine.text.tokenizer import Tokenizer
@@ -144,11 +143,7 @@ def _why_numbers(config: EngineConfig, device: Device) -> str:
     if device.name != "cpu":
         takes_codes = choose_ops(config, device, None, dtype).takes_codes
         return "" if takes_codes else f"codes need Triton on {device.name}, which has none"
-    try:
-        find_compiler()
-    except KernelBuildError as error:
-        return str(error)
-    return why_not(dtype)
+    return why_no_kernels() or why_not(dtype)
 
 
 def load_compute_parts(

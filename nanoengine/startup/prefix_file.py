@@ -9,11 +9,10 @@ import json
 import math
 import os
 import struct
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,8 +22,11 @@ import xxhash
 from torch import Tensor
 
 from nanoengine.config.engine import EngineConfig
+from nanoengine.config.model import same_text
+from nanoengine.devices.cache_folders import replacing
 from nanoengine.errors import ConfigError
 from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.loading.checkpoint import header_bytes
 from nanoengine.loading.lora import CONFIG, adapter_folder
 from nanoengine.startup.parts import ComputeParts
 
@@ -33,6 +35,7 @@ ABOUT = "nanoengine_kv"  # the key of its metadata
 SAMPLE = 1 << 12  # bytes at both ends and in the middle of a tensor, by which weights are known
 SUM = 8  # bytes of a checksum
 SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "U8": 1}  # bytes of a number
+PART = ".part"  # the end of its name while it is written
 OLD_S = 3600.0  # a part of a file that nobody has written to for so long was left by a killed run
 
 
@@ -76,41 +79,33 @@ def file_path(given: str) -> Path:
 
 
 def write_all(file: BinaryIO, identity: str, tensors: list[StoredTensor]) -> None:
-    """The format of safetensors: uint64 header length, JSON header, then the tensors end to end."""
+    """The format of safetensors: the header, then the tensors end to end."""
     header: dict[str, Any] = {"__metadata__": {ABOUT: identity}}
     ends = [*accumulate((each.num_bytes for each in tensors), initial=0)]
     for each, *offsets in zip(tensors, ends, ends[1:], strict=False):
         header[each.name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": offsets}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    file.write(struct.pack("<Q", len(encoded)) + encoded)
+    file.write(header_bytes(header))
     for part in chain.from_iterable(each.parts for each in tensors):
         file.write(part)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def kept_file(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of another one when it is written whole, and its permissions; a
     new one is for this user alone, as KV tells what texts say.
     """
     _remove_old_parts(path)
-    handle, name = tempfile.mkstemp(".part", f"{path.name}.", path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            if path.exists():
-                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    finally:
-        with suppress(OSError):
-            os.unlink(name)
+    with replacing(path, PART) as file:
+        yield file
+        file.flush()
+        if path.exists():
+            os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
+        os.fsync(file.fileno())
 
 
 def _remove_old_parts(path: Path) -> None:
     for part in path.parent.iterdir():
-        if part.name.startswith(f"{path.name}.") and part.suffix == ".part":
+        if part.name.startswith(f"{path.name}.") and part.suffix == PART:
             with suppress(OSError):
                 if time.time() - part.stat().st_mtime > OLD_S:
                     part.unlink()
@@ -120,7 +115,7 @@ def identity_of(config: EngineConfig, parts: ComputeParts, spec: KVSpec) -> str:
     """What KV depends on: the model, its weights, and how its numbers are made."""
     facts = parts.facts
     said = [
-        *(FORMAT, json.dumps(asdict(parts.model.config), default=_in_order)),
+        *(FORMAT, same_text(parts.model.config)),
         *(_weights(parts.folder), config.load_format == "dummy" and config.seed),
         *(str(facts.dtype), facts.attention, facts.quantization),
         *(spec.block_size, spec.layer_blocks, str(spec.dtype)),
@@ -129,10 +124,6 @@ def identity_of(config: EngineConfig, parts: ComputeParts, spec: KVSpec) -> str:
         folder = adapter_folder(config.lora)
         said += [_weights(folder), (folder / CONFIG).read_bytes()]
     return hashlib.sha256(repr(said).encode()).hexdigest()
-
-
-def _in_order(value: object) -> object:
-    return sorted(value) if isinstance(value, frozenset) else repr(value)
 
 
 def _weights(folder: Path) -> list[tuple[str, int, str]]:

@@ -34,7 +34,7 @@ from nanoengine.startup.prefix_file import (
     checksum,
     file_path,
     identity_of,
-    replacing,
+    kept_file,
     write_all,
 )
 
@@ -204,7 +204,7 @@ class SavedPrefixes:
             return
         try:
             self._kv.memory.device.synchronize()
-            with replacing(self._path) as file:
+            with kept_file(self._path) as file:
                 write_all(file, self._identity, list(self._tensors(blocks)))
             size = in_gib(self._path.stat().st_size)
         except (OSError, RuntimeError) as error:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from nanoengine.config.engine import EngineConfig
-from nanoengine.config.model import ModelConfig
+from nanoengine.config.model import ModelConfig, same_text
 from nanoengine.devices.cpu import default_threads
 from nanoengine.devices.device import Device
 from nanoengine.devices.gpu import find_graphs
@@ -135,11 +134,5 @@ def fingerprint(parts: ComputeParts) -> str:
         for path in parts.folder.glob("*")
         if path.suffix in (".safetensors", ".json")
     )
-    shape = json.dumps(asdict(parts.model.config), default=_in_order)
-    said = repr((shape, files, parts.facts.dtype, parts.facts.attention))
+    said = repr((same_text(parts.model.config), files, parts.facts.dtype, parts.facts.attention))
     return hashlib.sha256(said.encode()).hexdigest()
-
-
-def _in_order(value: object) -> object:
-    """What JSON has no form for: a set, which is in another order in each process, or a value."""
-    return sorted(value) if isinstance(value, frozenset) else repr(value)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ import torch
 
 from nanoengine.config.engine import GIB
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.loading.checkpoint import DTYPES
+from nanoengine.loading.checkpoint import DTYPES, header_bytes
 from nanoengine.loading.gguf.grids import CHANGED, held_rows
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.parts import names_beside
@@ -177,7 +176,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _write_safetensors(path: Path, tensors: list[GgufTensor], files: Sequence[SteadyFile]) -> None:
-    """The format: uint64 header length, JSON header padded to 8 bytes, then the tensors end to end.
+    """The format: the header, then the tensors end to end.
     files: where the tensors are read.
     """
     formats = {tensor.name: tensor.code_format for tensor in tensors if tensor.code_format}
@@ -191,10 +190,8 @@ def _write_safetensors(path: Path, tensors: list[GgufTensor], files: Sequence[St
             shape = (sum(part[0] for part in shapes), *shape[1:])
         header[name] = {"dtype": dtypes[0], "shape": shape, "data_offsets": [offset, end]}
         offset = end
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.write(header_bytes(header))
         for tensor in tensors:
             _check_all(files)
             _write_tensor(file, tensor)
