@@ -100,11 +100,10 @@ class InputProcessor:
         return seqs
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt; any thread may call it. Raises InvalidPromptError when it is
-        empty, PromptTooLongError when it is surely too long.
+        """Token ids of a prompt; any thread may call it. Raises InvalidPromptError when there are
+        none, PromptTooLongError when they are surely too many.
         """
-        limit = self._plan.max_model_len
-        return self._checked_ids(self.tokenizer.encode_within(limit, text) if text else [])
+        return self._checked_ids(self.tokenizer.encode_within(self._plan.max_model_len, text))
 
     def _sequence(
         self, request: Request, token_ids: list[int], is_streamed: bool, owner: Sequence | None

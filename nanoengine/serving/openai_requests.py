@@ -344,13 +344,11 @@ def _prompts(given: Any, n: int) -> tuple[str | list[int], ...]:
     are_many = isinstance(given, list) and given and integer(given[0]) is None
     prompts = given if are_many else [given]
     for prompt in prompts:
-        is_prompt = isinstance(prompt, str) or (
-            isinstance(prompt, list) and all(integer(token_id) is not None for token_id in prompt)
-        )
-        if not is_prompt or not prompt:
+        are_ids = isinstance(prompt, list) and all(integer(each) is not None for each in prompt)
+        if not isinstance(prompt, str) and not (prompt and are_ids):
             raise InvalidPromptError(
-                "prompt must be a text, a list of token ids, or a list of these, none of them "
-                f"empty, got {shown(prompt)}"
+                "prompt must be a text, a list of token ids that is not empty, or a list of these, "
+                f"got {shown(prompt)}"
             )
     if len(prompts) * n > MAX_COMPLETIONS:
         raise InvalidPromptError(

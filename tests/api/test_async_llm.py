@@ -633,7 +633,7 @@ def test_a_text_of_too_many_characters_is_refused_before_it_is_encoded(
 
 def test_bad_requests_raise_what_generate_raises(shared: AsyncLLM) -> None:
     cases: list[tuple[Any, Any, type[Exception], str]] = [
-        ("", GREEDY, InvalidPromptError, "empty"),
+        ({"prompt_token_ids": []}, GREEDY, InvalidPromptError, "empty"),
         ([5] * 600, GREEDY, PromptTooLongError, "600 tokens"),
         (["a", "b"], GREEDY, InvalidPromptError, "one prompt"),
         (3, GREEDY, InvalidPromptError, "prompts must be"),

@@ -150,7 +150,7 @@ def test_an_output_at_the_end_of_a_cell_is_short(llm: LLM) -> None:
 
 
 def test_failures_in_a_list_warn_once(llm: LLM) -> None:
-    prompts: list[Any] = ["a", [999], ""]
+    prompts: list[Any] = ["a", [999], ()]
     with pytest.warns(
         UserWarning, match=r"^2 of 3 .*outputs\[1\].error: .*999 is outside"
     ) as warned:

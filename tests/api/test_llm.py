@@ -77,7 +77,6 @@ def test_one_parameter_set_each(llm: LLM) -> None:
     ("prompt", "error", "words"),
     [
         ([], None, ""),
-        ("", InvalidPromptError, "empty"),
         ([1, 999], InvalidPromptError, "999 is outside the vocabulary of 260"),
         ([-1], InvalidPromptError, "outside the vocabulary"),
         ({"text": "a"}, InvalidPromptError, "prompt_token_ids"),
@@ -98,8 +97,20 @@ def test_a_bad_prompt_raises_its_own_error(
         llm.generate(prompt, GREEDY, use_tqdm=False)
 
 
+def test_an_empty_text_is_what_the_tokenizer_makes_of_it(
+    llm: LLM, tiny: Callable[[str], Path]
+) -> None:
+    """The token before a text, as in transformers; without one there is nothing to go on from."""
+    (output,) = llm.generate("", GREEDY, use_tqdm=False)
+    bos = llm.get_tokenizer().bos_token_id
+    assert output.prompt_token_ids == [bos]
+    with LLM(tiny("qwen2"), **SETTINGS) as adds_none:
+        with pytest.raises(InvalidPromptError, match="the prompt is empty"):
+            adds_none.generate("", GREEDY, use_tqdm=False)
+
+
 def test_in_a_list_a_bad_prompt_spoils_only_its_own_output(llm: LLM) -> None:
-    prompts = ["good", "", [5] * 400, {"x": 1}, [999], "fine"]
+    prompts: list[Any] = ["good", (), [5] * 400, {"x": 1}, [999], "fine"]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     reasons = [o.outputs[0].finish_reason for o in outputs]
     assert reasons == ["length", "error", "error", "error", "error", "length"]

@@ -88,7 +88,7 @@ def test_rows_get_the_texts_of_one_process(generate: Generate, plain: LLM) -> No
 
 
 def test_a_bad_row_has_an_error_and_the_others_go_on(generate: Generate, plain: LLM) -> None:
-    prompts = column("good", None, 7.5, "x" * 4000, np.array([1, 2, 3]), "", [1, -1], {"a": 1})
+    prompts = column("good", None, 7.5, "x" * 4000, np.array([1, 2, 3]), [], [1, -1], {"a": 1})
     (found,) = run(generate, batch(range(8), prompts))
     rows = rows_of(found)
     refused = [row["id"] for row in rows if row["error"]]

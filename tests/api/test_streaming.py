@@ -395,7 +395,7 @@ def test_a_step_that_runs_ahead_gives_the_same_deltas(
 
 def test_a_bad_prompt_raises_at_once_what_generate_raises(llm: LLM) -> None:
     cases: list[tuple[Any, type[Exception], str]] = [
-        ("", InvalidPromptError, "empty"),
+        ({"prompt_token_ids": []}, InvalidPromptError, "empty"),
         (3, InvalidPromptError, "prompts must be"),
         ({"x": 1}, InvalidPromptError, "prompt_token_ids"),
         ([5] * 600, PromptTooLongError, "600 tokens"),
