@@ -5,7 +5,7 @@ that a text must have: StructuredOutputsParams.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import FrozenInstanceError, dataclass, replace
 from json import dumps, loads
@@ -49,14 +49,21 @@ OF_BEAMS: dict[str, tuple[object, str]] = {
 }
 
 
-def _explained(kind: type[Params]) -> type[Params]:
-    """Decorate a class: a field that it does not have is an error in words, and so is a change."""
-    own = OF_BEAMS if kind.__name__ == "BeamSearchParams" else {}
-    init = explains_unknown(PARAMETER, f" of {kind.__name__}", own)(kind.__init__)
-    # The same, with words for an error.
-    kind.__init__ = ends_at_the_user(init)  # type: ignore[method-assign]
-    kind.__setattr__ = _stays  # type: ignore[method-assign]
-    return kind
+def _explained(
+    own: Mapping[str, tuple[object, str]] | None = None,
+) -> Callable[[type[Params]], type[Params]]:
+    """Decorate a class: a field that it does not have is an error in words, and so is a change.
+    own: as in explains_unknown.
+    """
+
+    def decorate(kind: type[Params]) -> type[Params]:
+        init = explains_unknown(PARAMETER, f" of {kind.__name__}", own)(kind.__init__)
+        # The same, with words for an error.
+        kind.__init__ = ends_at_the_user(init)  # type: ignore[method-assign]
+        kind.__setattr__ = _stays  # type: ignore[method-assign]
+        return kind
+
+    return decorate
 
 
 def _stays(self: object, name: str, value: object) -> None:
@@ -66,7 +73,7 @@ def _stays(self: object, name: str, value: object) -> None:
     )
 
 
-@_explained
+@_explained()
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
     """The form that a text must have, with vLLM's names; exactly one of these. Up to 64 KiB.
@@ -133,7 +140,7 @@ class StructuredOutputsParams:
         return name, value if isinstance(value, str) else ""
 
 
-@_explained
+@_explained()
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the next tokens of one request, with vLLM's names and defaults.
@@ -324,7 +331,7 @@ class SamplingParams:
         return self.penalizes or bool(self.bad_words)
 
 
-@_explained
+@_explained(OF_BEAMS)
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """How LLM.beam_search searches, with vLLM's names.

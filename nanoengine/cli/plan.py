@@ -158,7 +158,7 @@ def _machine(
     if not gpu_bytes and (reason := why_no_kernels()):
         slower = ", several times slower than planned here" if speed is None else ""
         assumed.append(f"PyTorch computes{slower}: {reason}")
-        hardware = replace(hardware, has_kernels=False)
+        hardware = replace(hardware, no_kernels=reason)
     if speed is not None:
         hardware = replace(
             hardware,

@@ -24,6 +24,7 @@ from nanoengine.models.stored_codes import CodedWeight, Weight, format_of
 SOURCE = Path(__file__).with_name("cpu_linear.c")
 # Of activations, as in cpu_panels.h.
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
+NO_BFLOAT16 = 'this CPU has no AVX512-BF16: set dtype="float32"'
 # One field per member of route_t in cpu_router.h, in that order.
 _ROUTE = struct.Struct("=6Q9q2d")
 
@@ -36,7 +37,7 @@ def is_supported() -> bool:
 def why_not(dtype: torch.dtype) -> str:
     """Why this CPU has no products of such activations; "" if it has."""
     lacks = dtype is torch.bfloat16 and not is_supported()
-    return 'this CPU has no AVX512-BF16: set dtype="float32"' if lacks else ""
+    return NO_BFLOAT16 if lacks else ""
 
 
 def products_source(dtype: torch.dtype, formats: frozenset[str], rounds_rows: bool) -> Source:

@@ -28,6 +28,14 @@ def why_no_kernels() -> str:
     return ""
 
 
+def codes_without_kernels(config: EngineConfig, reason: str) -> ConfigError:
+    """The error about codes that are asked for on a CPU without our kernels, for this reason."""
+    name = "quantization" if config.quantization in ("int8", "gguf") else "activation_dtype"
+    return ConfigError(
+        f"{name}={getattr(config, name)!r} needs our C kernels on a CPU: {reason}, or leave it out"
+    )
+
+
 def check_dtype(kind: str, dtype: torch.dtype) -> None:
     """Raise ConfigError for a dtype in which such a device does not compute."""
     if kind == "cpu" and dtype is torch.float16:

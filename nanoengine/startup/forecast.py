@@ -17,6 +17,7 @@ import torch
 from nanoengine.config.engine import GIB, EngineConfig, in_gib
 from nanoengine.config.model import AssistantConfig, ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
+from nanoengine.kernels.cpu_linear import NO_BFLOAT16
 from nanoengine.kernels.packed_weight import INTEGER_FORMATS
 from nanoengine.loading.mtp_names import with_mtp
 from nanoengine.loading.stored_weights import StoredWeights, said_weights
@@ -25,7 +26,11 @@ from nanoengine.models.experts import ON_A_GPU
 from nanoengine.models.make_codes import EMBEDDINGS
 from nanoengine.models.shard import WHOLE, Shard
 from nanoengine.models.weight_shapes import weight_shapes
-from nanoengine.startup.device_limits import check_device, rows_without_codes
+from nanoengine.startup.device_limits import (
+    check_device,
+    codes_without_kernels,
+    rows_without_codes,
+)
 from nanoengine.startup.memory_plan import Memory, ModelFacts, plan_memory
 from nanoengine.startup.plan import GIB_STEPS, MemoryPlan, gib_up
 from nanoengine.startup.rank_share import MemoryShare, memory_settings_of_a_rank
@@ -56,8 +61,8 @@ class Hardware:
     auto_dtype: what the setting dtype="auto" takes there. read_efficiency: the share of
     read_gb_per_s that a step reaches; kv_gb_per_s: at which it reads KV (0: as weights); layer_s:
     seconds that each layer takes beside; held_share: as of MachineSpeed, in bfloat16. A plan leaves
-    room for all of these bytes, as the numbers say what they can be held in. has_kernels: whether a
-    CPU computes by kernels of our own.
+    room for all of these bytes, as the numbers say what they can be held in. no_kernels: why a CPU
+    does not compute by kernels of our own; "" if it does.
     """
 
     gpu_bytes: int
@@ -69,7 +74,7 @@ class Hardware:
     kv_gb_per_s: float = 0.0
     layer_s: float = 0.0
     held_share: float = 1.0
-    has_kernels: bool = True
+    no_kernels: str = ""
 
     @property
     def name(self) -> str:
@@ -204,6 +209,9 @@ class Forecaster:
         has_gpu = self._hardware.gpu_bytes > 0
         if method == "gguf" and not self._stored.has_codes:
             raise no_codes(method)
+        needs_kernels = method in ("int8", "gguf") or self._config.activation_dtype is not None
+        if needs_kernels and not has_gpu and not self._has_own_products():
+            raise codes_without_kernels(self._config, self._hardware.no_kernels or NO_BFLOAT16)
         packs = not has_gpu and self._has_own_products()
         form = WeightForm(dtype, self._stored.forms, method == "int8", self._keeps_codes(), packs)
         experts = layer_matrices(model, experts_only=True)
@@ -227,7 +235,7 @@ class Forecaster:
 
     def _has_own_products(self) -> bool:
         """Whether a CPU multiplies by kernels of our own: in float32, and in what it prefers."""
-        has_them = self._hardware.has_kernels
+        has_them = not self._hardware.no_kernels
         return has_them and self._dtype in (torch.float32, self._hardware.auto_dtype)
 
     def forecast(self, context: int | None) -> Forecast:
@@ -460,7 +468,7 @@ class Forecaster:
     def _fit(self, **settings: Any) -> _Fit:
         """Raises OutOfMemoryError for settings that do not fit."""
         config = replace(self._config, **settings)
-        in_c = self._hardware.name == "cpu" and self._hardware.has_kernels
+        in_c = self._hardware.name == "cpu" and not self._hardware.no_kernels
         held = self._weights[0].held
         facts = ModelFacts("", self._dtype, "", held, "", in_c=in_c)
         of_a_rank = memory_settings_of_a_rank(config)

@@ -42,6 +42,7 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup.device_limits import (
     check_dtype,
     check_rows,
+    codes_without_kernels,
     rows_without_codes,
     why_no_kernels,
 )
@@ -310,11 +311,12 @@ def _code_ops(
         raise ConfigError(
             f"quantization={method!r} needs Triton on {device.name}, which has none; leave it out"
         )
-    if not formats:
-        if config.activation_dtype:
-            raise rows_without_codes(config)
+    if not (formats or config.activation_dtype):
         return None
-    if not isinstance(kernels, str):
+    reason = kernels if isinstance(kernels, str) else why_not(dtype)
+    if not formats and not reason:
+        raise rows_without_codes(config)
+    if not isinstance(kernels, str) and not reason:
         try:
             rounds_rows = _rounds_rows(config)
             products = CpuLinear.load(
@@ -322,11 +324,10 @@ def _code_ops(
             )
             return PackedOps(kernels, products)
         except KernelBuildError as error:
-            kernels = str(error)
+            reason = str(error)
     if method is None and config.activation_dtype is None:
         return None
-    name = "activation_dtype" if method is None else "quantization"
-    raise ConfigError(f"{name}={getattr(config, name)!r} needs our C kernels on a CPU: {kernels}")
+    raise codes_without_kernels(config, reason)
 
 
 def _check_bf12(device: Device) -> None:

@@ -104,9 +104,9 @@ def test_an_empty_text_is_what_the_tokenizer_makes_of_it(
     (output,) = llm.generate("", GREEDY, use_tqdm=False)
     bos = llm.get_tokenizer().bos_token_id
     assert output.prompt_token_ids == [bos]
-    with LLM(tiny("qwen2"), **SETTINGS) as adds_none:
-        with pytest.raises(InvalidPromptError, match="the prompt is empty"):
-            adds_none.generate("", GREEDY, use_tqdm=False)
+    is_empty = pytest.raises(InvalidPromptError, match="the prompt is empty")
+    with LLM(tiny("qwen2"), **SETTINGS) as adds_none, is_empty:
+        adds_none.generate("", GREEDY, use_tqdm=False)
 
 
 def test_in_a_list_a_bad_prompt_spoils_only_its_own_output(llm: LLM) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quantised
 import torch
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import GGUFModel
@@ -220,6 +221,26 @@ def test_what_the_engine_refuses_is_no_plan(
         assert main([*command, *flags.split()]) == FAILED
     planned, ran = capsys.readouterr().err.splitlines()
     assert planned == ran and planned.startswith("error: ")
+
+
+@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.parametrize(
+    "flags", ["--quantization int8", "--dtype float32 --activation-dtype int8"]
+)
+def test_codes_that_need_a_compiler_are_no_plan_without_one(
+    flags: str,
+    tiny: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    path = str(quantised.mixed_gguf(tiny("llama"), tmp_path / "codes" / "model.gguf", "llama"))
+    for command in (["plan", path], ["run", path, "a prompt", "--quiet"]):
+        assert main([*command, *flags.split()]) == FAILED
+    *_, planned, ran = capsys.readouterr().err.splitlines()
+    assert planned == ran and "needs our C kernels on a CPU: no C compiler" in planned
 
 
 @pytest.mark.parametrize(
