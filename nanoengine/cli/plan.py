@@ -52,6 +52,7 @@ def plan(args: argparse.Namespace) -> int:
         from nanoengine.loading.assistant import read_assistant_of
         from nanoengine.loading.find_model import check_format, is_gguf, read_config_of
         from nanoengine.loading.lora import read_adapter
+        from nanoengine.loading.mtp_names import check_has_mtp, with_mtp
         from nanoengine.loading.stored_weights import read_stored
         from nanoengine.startup.forecast import Forecaster
 
@@ -63,7 +64,10 @@ def plan(args: argparse.Namespace) -> int:
     machine = _machine(args, _measured(args, config), config)
     if config.enable_cpu_offload and not machine.hardware.gpu_bytes:
         machine.assumed.append("KV offload is left out: a CPU has one memory")
+    if config.num_mtp:
+        model = with_mtp(model)
     stored = read_stored(config.model, model)
+    check_has_mtp(model, stored.forms, config.model)
     if config.lora is not None:
         stored = replace(stored, forms=read_adapter(config.lora).forms(stored.forms))
     assistant = read_assistant_of(config, model)

@@ -114,7 +114,7 @@ def load_model(
             later = adapter.find(reader, config)
             found |= {its: each for its, each in later.items() if not found[its].stored}
             changes = adapter.checked(found, config)
-        check_has_mtp(config, reader)
+        check_has_mtp(config, reader.names(), reader.folder)
         if isinstance(reader, PackedReader):
             reader.leave_out_zero_biases(shapes)
         check_names(shapes, reader, ignorable_tensors(config, reader.names()))

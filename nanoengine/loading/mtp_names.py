@@ -4,13 +4,13 @@ there. `weight_shapes` names them as DeepSeek-V3 does, as one more layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, WeightMismatchError
 from nanoengine.loading.assistant import ASSISTED
-from nanoengine.loading.checkpoint import CheckpointReader, Part
+from nanoengine.loading.checkpoint import Part
 from nanoengine.models.architecture import MTP_JOIN, MTP_NORMS
 from nanoengine.models.architectures import ARCHITECTURES
 
@@ -55,12 +55,14 @@ def mtp_parts(model: ModelConfig, names: Iterable[str]) -> dict[str, Part]:
     return found
 
 
-def check_has_mtp(model: ModelConfig, reader: CheckpointReader) -> None:
-    """Raise WeightMismatchError if the head is asked for and the checkpoint came without it."""
+def check_has_mtp(model: ModelConfig, names: Container[str], checkpoint: object) -> None:
+    """Raise WeightMismatchError if the head is asked for and the checkpoint, whose tensors have
+    these names, came without it.
+    """
     join = f"model.layers.{model.num_layers}.{MTP_JOIN}.weight"
-    if model.has_mtp and join not in reader.names():
+    if model.has_mtp and join not in names:
         of_qwen = ARCHITECTURES[model.architecture].mtp == "mtp"
         raise WeightMismatchError(
-            f'speculative="mtp:K" guesses by the MTP head, and {reader.folder} came '
+            f'speculative="mtp:K" guesses by the MTP head, and {checkpoint} came '
             f"without it: it has no tensor {'mtp.fc.weight' if of_qwen else join}; {INSTEAD}"
         )

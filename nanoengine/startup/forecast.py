@@ -19,7 +19,6 @@ from nanoengine.config.model import AssistantConfig, ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.kernels.cpu_linear import NO_BFLOAT16
 from nanoengine.kernels.packed_weight import INTEGER_FORMATS
-from nanoengine.loading.mtp_names import with_mtp
 from nanoengine.loading.stored_weights import StoredWeights, said_weights
 from nanoengine.models.assistant import num_weights
 from nanoengine.models.experts import ON_A_GPU
@@ -171,8 +170,6 @@ class Forecaster:
                 config, enable_cpu_offload=False, kv_offload_gib=None, kv_offload_dtype=None
             )
         self._config = config
-        if config.num_mtp:
-            model = with_mtp(model)
         stored = stored or said_weights(model)
         if stored.has_own_head:
             model = replace(model, tie_word_embeddings=False)

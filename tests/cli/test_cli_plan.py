@@ -243,6 +243,16 @@ def test_codes_that_need_a_compiler_are_no_plan_without_one(
     assert planned == ran and "needs our C kernels on a CPU: no C compiler" in planned
 
 
+def test_an_mtp_head_that_the_files_lack_is_no_plan(
+    tiny: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny("qwen3.5"))
+    for command in (["plan", model], ["run", model, "a prompt", "--quiet"]):
+        assert main([*command, "--speculative", "mtp:1"]) == FAILED
+    planned, ran = capsys.readouterr().err.splitlines()
+    assert planned == ran and "came without it: it has no tensor mtp.fc.weight" in planned
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

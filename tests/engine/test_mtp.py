@@ -48,6 +48,7 @@ from nanoengine.engine import draft_vocabulary
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.errors import ConfigError, WeightMismatchError
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.mtp_names import with_mtp
 from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import ScheduledBatch
 from nanoengine.startup.forecast import Forecaster, Hardware
@@ -428,10 +429,8 @@ def test_memory_is_planned_for_it(heads: Any) -> None:
 def test_forecasts_count_it(heads: Any, name: str) -> None:
     model, hardware = read_model_config(heads(name)), Hardware(0, 4 * GIB, 50.0, 10.0)
     config = make_config("m", {"dtype": "float32", "speculative": "mtp:1"})
-    off, on = (
-        Forecaster(each, model, hardware).forecast(100)
-        for each in (replace(config, speculative="off"), config)
-    )
+    off = Forecaster(replace(config, speculative="off"), model, hardware).forecast(100)
+    on = Forecaster(config, with_mtp(model), hardware).forecast(100)
     engine = small_engine(heads(name), speculative="mtp:1")
     assert on.plan.weight_bytes == engine.plan.weight_bytes > off.plan.weight_bytes
     assert on.plan.kv.num_layers == off.plan.kv.num_layers + 1
