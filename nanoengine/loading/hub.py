@@ -13,9 +13,10 @@ from pathlib import Path
 from nanoengine.errors import ModelNotFoundError
 from nanoengine.loading.modelopt import FILE
 
-# These patterns exclude files that could run code, and second copies of weights.
+# These patterns exclude files that could run code, and second copies of weights. A * is any number
+# of folders, too: chat templates may lie in one.
 WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
-UNWANTED = ("*/*", "consolidated*")
+UNWANTED = ("*/*.json", "*/*.safetensors", "consolidated*")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 

@@ -11,6 +11,7 @@ from nanoengine.text.checked_json import CheckedJson
 
 MAX_STATE_DIM, MAX_CONV_SIZE = 1024, 64  # of recurrent layers
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
+POSITIONS, MTP_LAYERS = "max_position_embeddings", "num_nextn_predict_layers"
 ATTENTION_KINDS, CONV = (FULL, SLIDING), "conv"
 
 
@@ -40,7 +41,10 @@ def layer_windows(
     kinds: Any = [SLIDING if window and i >= first else FULL for i in range(num_layers)]
     listed = settings.get("layer_types")
     if listed is not None and listed != kinds:
-        if rule != "layer_types" or not window or not _are_layer_types(listed, num_layers):
+        are_kinds, positions = _are_layer_types(listed, num_layers), settings.get(POSITIONS)
+        if are_kinds and window and type(positions) is int and window >= positions:
+            return ()  # whichever layers have it, it hides nothing (Ministral 8B)
+        if rule != "layer_types" or not window or not are_kinds:
             raise UnsupportedModelError(
                 f"{where}: 'layer_types' {shown(listed)} with a 'sliding_window' of {window} is "
                 "not supported"
@@ -58,7 +62,9 @@ def _windows_by_pattern(
     """
     window: Any = settings.get("sliding_window")
     listed: Any = settings.get("layer_types")
-    interval = settings.get("sliding_window_pattern")
+    interval, more = settings.get("sliding_window_pattern"), settings.get(MTP_LAYERS)
+    if isinstance(listed, list) and type(more) is int and len(listed) == num_layers + more:
+        listed = listed[:num_layers]  # the others are of MTP heads (EXAONE 4.5)
     if listed is None and type(interval) is int and interval > 0:
         listed = [SLIDING if (i + 1) % interval else FULL for i in range(num_layers)]
     has_window = type(window) is int and window > 0

@@ -59,7 +59,7 @@ from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind, with_one
 from nanoengine.loading.short_convs import ADJUSTS, read_adjusted_size, read_short_convs
 from nanoengine.loading.wrappers import WRAPPERS, text_config
 from nanoengine.models.architecture import Architecture
-from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.models.architectures import ARCHITECTURES, SPELLINGS
 from nanoengine.models.families import OUT_IS_TILED
 from nanoengine.text.checked_json import CheckedJson, has_file, read_json_if_any
 from nanoengine.text.tokenizer_files import read_eos_id
@@ -90,7 +90,7 @@ def config_of(
     """As read_model_config, of a config.json of this architecture. wrapper: as in ModelConfig."""
     folder = content.path.parent
     architecture, reads = ARCHITECTURES[name], ARCHITECTURES[name].reads
-    _complete(content, architecture)
+    _complete(content, architecture, wrapper or name)
     codes = _codes(content, architecture)
     num_heads, hidden_size, vocab_size = map(content.size, SIZES)
     mixers, num_layers = _layers(content, architecture)
@@ -141,7 +141,7 @@ def config_of(
     return _with_good_heads(with_multipliers(config, content), content.path)
 
 
-def _complete(content: CheckedJson, architecture: Architecture) -> None:
+def _complete(content: CheckedJson, architecture: Architecture, class_name: str) -> None:
     """Fill in what is missing, by its usual name. Raises as `_refuse_settings`."""
     content.fill(architecture.defaults)
     for usual, own in architecture.keys.items():
@@ -155,7 +155,7 @@ def _complete(content: CheckedJson, architecture: Architecture) -> None:
     if "layer_rope_theta" in architecture.reads:
         num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
         with_one_theta(content, num_layers, "layer_rope_theta" in architecture.needs)
-    _refuse_settings(content, architecture)
+    _refuse_settings(content, architecture, class_name)
 
 
 def _inner_size(content: CheckedJson, architecture: Architecture) -> int:
@@ -213,11 +213,11 @@ def _architecture(content: CheckedJson) -> tuple[str, str]:
     named = content.get("architectures")
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise CorruptModelError(f"{content.path}: 'architectures' must be a list of names")
-    for name in named:
+    for name in (SPELLINGS.get(str(name), str(name)) for name in named):
         if name in ARCHITECTURES:
-            return str(name), ""
+            return name, ""
         if name in WRAPPERS:
-            return _unwrap(content, name), str(name)
+            return _unwrap(content, name), name
     raise UnsupportedModelError(f"{content.path}: {about_architecture(', '.join(named))}")
 
 
@@ -417,11 +417,11 @@ def _codes(content: CheckedJson, architecture: Architecture) -> str:
     raise UnsupportedModelError(f"{content.path}: {about_quantization(quantised)}")
 
 
-def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
+def _refuse_settings(content: CheckedJson, architecture: Architecture, class_name: str) -> None:
     """Raise UnsupportedModelError for settings that change the arithmetic in ways not done here."""
     refused = {
         "sliding_window": not architecture.windows and _has_window(content, architecture),
-        "auto_map": _brings_code(content, architecture.own_code),
+        "auto_map": _brings_another_class(content, class_name),
         "is_causal": content.get("is_causal") is False,
     }
     for key, values in architecture.requires.items():
@@ -455,16 +455,22 @@ def _has_window(content: CheckedJson, architecture: Architecture) -> bool:
     )
 
 
-def _brings_code(content: CheckedJson, own_code: Collection[str]) -> bool:
-    """True if the checkpoint has its own model class, which may compute something else. Before "--"
-    is the repository of the code, which stays where it is when a model is tuned.
+def _brings_another_class(content: CheckedJson, class_name: str) -> bool:
+    """Whether the checkpoint has code for a model of another class. For one of a class that they
+    have, transformers and vLLM, too, leave the checkpoint's code aside.
     """
     auto_map = content.get("auto_map")
-    classes = auto_map.items() if isinstance(auto_map, dict) else ()
-    return any(
-        str(key).startswith("AutoModel") and str(value).rpartition("--")[2] not in own_code
-        for key, value in classes
-    )
+    names = auto_map.items() if isinstance(auto_map, dict) else ()
+    classes = {str(key): str(value).rpartition(".")[2] for key, value in names}
+    brought = {
+        key: SPELLINGS.get(name, name)
+        for key, name in classes.items()
+        if key.startswith("AutoModel")
+    }
+    if "AutoModelForCausalLM" in brought:
+        return brought["AutoModelForCausalLM"] != class_name
+    stem, _, _ = class_name.rpartition("For")
+    return not {class_name, f"{stem}Model"}.issuperset(brought.values())
 
 
 def _eos_token_ids(folder: Path, content: CheckedJson, vocab_size: int) -> tuple[int, ...]:

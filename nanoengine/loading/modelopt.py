@@ -50,5 +50,10 @@ def _upper(name: object) -> str:
 
 
 def _is_of_modelopt(config: object) -> bool:
-    method = config.get("quant_method") if isinstance(config, dict) else None
+    """Whether it says so, or names no method and an algorithm of ModelOpt (Nemotron-H in FP8)."""
+    if not isinstance(config, dict):
+        return False
+    method = config.get("quant_method")
+    if method is None:
+        return _upper(config.get(ALGORITHM)) in (*FP8, *NVFP4, MIXED)
     return isinstance(method, str) and method.startswith(_METHOD)

@@ -12,7 +12,10 @@ from typing import Any
 # `model_type` of its `text_config`, and the architecture that this is. Qwen2-VL's first checkpoints
 # have the text model's keys beside those for images, and one `model_type` for both.
 WRAPPERS: Mapping[str, Mapping[str, str]] = {
-    "AyaVisionForConditionalGeneration": {"cohere2": "Cohere2ForCausalLM"},
+    "AyaVisionForConditionalGeneration": {
+        "cohere": "CohereForCausalLM",
+        "cohere2": "Cohere2ForCausalLM",
+    },
     "Cohere2VisionForConditionalGeneration": {
         "cohere2": "Cohere2ForCausalLM",
         "cohere2_moe": "Cohere2MoeForCausalLM",
@@ -24,6 +27,7 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
+    "Glm46VForConditionalGeneration": {"glm4v_text": "Glm4ForCausalLM"},
     "Glm4vForConditionalGeneration": {"glm4v_text": "Glm4ForCausalLM"},
     "Glm4vMoeForConditionalGeneration": {"glm4v_moe_text": "Glm4MoeForCausalLM"},
     "Idefics3ForConditionalGeneration": {"llama": "LlamaForCausalLM"},
@@ -41,11 +45,13 @@ WRAPPERS: Mapping[str, Mapping[str, str]] = {
         "qwen2": "Qwen2ForCausalLM",
     },
     "LlavaNextForConditionalGeneration": {
+        "granite": "GraniteForCausalLM",
         "llama": "LlamaForCausalLM",
         "mistral": "MistralForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
     },
     "LlavaOnevisionForConditionalGeneration": {"qwen2": "Qwen2ForCausalLM"},
+    "MiniCPMV4_6ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "ministral3": "Ministral3ForCausalLM",
         "mistral": "MistralForCausalLM",
@@ -84,7 +90,9 @@ _QWEN_2_VL = _sizes(8192, 29568, 80, 64, 8, 152064, 32768) | {
 # transformers leaves out of a `text_config` what its class has by default, sizes too: the values of
 # these, where the architecture alone has none or others, by `model_type`.
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "cohere": _sizes(8192, 22528, 40, 64, 64, 256000, 8192),
     "cohere2": _sizes(8192, 22528, 40, 64, 64, 256000, 8192),
+    "granite": _sizes(4096, 11008, 32, 32, 32, 32000, 2048),
     "llama": _sizes(4096, 11008, 32, 32, 32, 32000, 2048),
     "mistral": _sizes(4096, 14336, 32, 32, 8, 32000, 131072),
     "mistral4": _sizes(4096, 12288, 36, 32, 32, 131072, 1048576),
@@ -101,7 +109,8 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl_text": _sizes(4096, 22016, 32, 32, 32, 151936, 128000) | {"rope_theta": 5e5},
 }
 # Keys of config.json that count for the text model, too; they override those of `text_config`.
-OUTER_KEYS = ("auto_map", "eos_token_id", "quantization_config", "tie_word_embeddings")
+TIED = "tie_word_embeddings"
+OUTER_KEYS = ("auto_map", "eos_token_id", "quantization_config", TIED)
 # Names of the text model's tensors begin in one of these ways, by the version of transformers
 # that saved them, and with the second part in a checkpoint of the text model alone.
 PREFIXES = (
@@ -126,7 +135,10 @@ def text_config(content: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     kind = inner.get("model_type")
     defaults = TEXT_DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
-    return {**defaults, **inner} | {key: content[key] for key in OUTER_KEYS if key in content}
+    outer = {key: content[key] for key in OUTER_KEYS if key in content}
+    if inner.get(TIED) is True:  # as in transformers, to which one of the two is enough
+        outer.pop(TIED, None)
+    return {**defaults, **inner} | outer
 
 
 def text_names(stored: Iterable[str]) -> dict[str, str]:

@@ -132,7 +132,6 @@ class Architecture:
     requires: keys of config.json, each with the values that are supported. needs: keys that must
     be there, as what transformers has without them is not done here.
     defaults: transformers' values for missing keys of config.json, where they differ from Llama's.
-    own_code: classes in checkpoints' own code that are the same as those in transformers.
     """
 
     models: str
@@ -181,4 +180,3 @@ class Architecture:
     )
     needs: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    own_code: tuple[str, ...] = ()

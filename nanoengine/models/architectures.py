@@ -225,10 +225,6 @@ _DENSE = {  # with attention in all layers
             "logit_scale": 1.0,
             "residual_multiplier": 1.0,
         },
-        own_code=(
-            "modeling_hyperclovax.HyperCLOVAXModel",
-            "modeling_hyperclovax.HyperCLOVAXForCausalLM",
-        ),
     ),
     "InternLM3ForCausalLM": Architecture(
         "InternLM3 (8B)",
@@ -239,7 +235,6 @@ _DENSE = {  # with attention in all layers
             "num_key_value_heads": 2,
             "rms_norm_eps": 1e-5,
         },
-        own_code=("modeling_internlm3.InternLM3Model", "modeling_internlm3.InternLM3ForCausalLM"),
     ),
     "IQuestCoderForCausalLM": Architecture(
         "IQuest-Coder (7B, 14B, 40B)",
@@ -254,10 +249,6 @@ _DENSE = {  # with attention in all layers
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
         },
-        own_code=(
-            "modeling_iquestcoder.IQuestCoderModel",
-            "modeling_iquestcoder.IQuestCoderForCausalLM",
-        ),
     ),
     "Jais2ForCausalLM": Architecture(
         "Jais 2 (8B, 70B)",
@@ -385,7 +376,6 @@ _DENSE = {  # with attention in all layers
             "original_max_position_embeddings": 4096,
             "sliding_window": None,
         },
-        own_code=("modeling_phi3.Phi3ForCausalLM",),
     ),
     "Qwen2ForCausalLM": Architecture(
         "Qwen 1.5 to 2.5 (dense, 0.5B to 110B)",
@@ -464,7 +454,6 @@ _DENSE = {  # with attention in all layers
     ),
     "YoutuForCausalLM": Architecture(
         "Youtu-LLM (2B)",
-        own_code=("modeling_youtu.YoutuModel", "modeling_youtu.YoutuForCausalLM"),
         latent=True,
         requires=LATENT_REQUIRES | {"mlp_bias": (None, False)},
         defaults=LATENT_DEFAULTS
@@ -478,3 +467,8 @@ _DENSE = {  # with attention in all layers
     ),
 }
 ARCHITECTURES = dict(sorted((_DENSE | MIXTURES | HYBRIDS).items()))
+# How checkpoints at the hub spell classes that transformers calls otherwise.
+SPELLINGS = {
+    "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+}

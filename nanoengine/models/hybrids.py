@@ -93,10 +93,6 @@ LING = Architecture(
         ".o_proj.": ".dense.",
         ".shared_head.norm.": ".final_layernorm.",
     },
-    own_code=(
-        "modeling_bailing_moe_v3.BailingMoeV3Model",
-        "modeling_bailing_moe_v3.BailingMoeV3ForCausalLM",
-    ),
     defaults=LATENT_DEFAULTS
     | {
         "first_k_dense_replace": 2,
@@ -229,7 +225,6 @@ HYBRIDS = {
         requires=LATENT_REQUIRES
         | {"mla_use_nope": (None, True), "moe_router_activation_func": (None, "sigmoid")},
         keys=KIMI_KEYS,
-        own_code=("modeling_kimi.KimiLinearModel", "modeling_kimi.KimiLinearForCausalLM"),
         defaults=LATENT_DEFAULTS
         | {
             "first_k_dense_replace": 1,
@@ -351,7 +346,6 @@ HYBRIDS = {
             "mamba_ssm_cache_dtype": (None, "float32"),
             "n_shared_experts": (None, 1),
         },
-        own_code=("modeling_nemotron_h.NemotronHForCausalLM",),
         defaults={
             "vocab_size": 131072,
             "hidden_size": 4096,

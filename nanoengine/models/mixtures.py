@@ -67,7 +67,6 @@ MIXTURES = {
             "sliding_window": 1024,
             "sliding_window_pattern": 4,
         },
-        own_code=("modeling_afmoe.AfmoeModel", "modeling_afmoe.AfmoeForCausalLM"),
     ),
     "Cohere2MoeForCausalLM": Architecture(
         "North Mini Code (30B-A3B), Command A+ (218B-A25B)",
@@ -113,7 +112,6 @@ MIXTURES = {
     ),
     "DeepseekV2ForCausalLM": Architecture(
         "DeepSeek-V2 (Lite 16B, 236B)",
-        own_code=("modeling_deepseek.DeepseekV2Model", "modeling_deepseek.DeepseekV2ForCausalLM"),
         latent=True,
         requires=LATENT_REQUIRES
         | {
@@ -139,7 +137,6 @@ MIXTURES = {
     ),
     "DeepseekV3ForCausalLM": Architecture(
         "DeepSeek-V3, R1 (671B)",
-        own_code=("modeling_deepseek.DeepseekV3Model", "modeling_deepseek.DeepseekV3ForCausalLM"),
         **LATENT,
         experts=SCORES_BY_SIGMOID,
         defaults=LATENT_DEFAULTS
@@ -389,7 +386,6 @@ MIXTURES = {
             "norm_topk_prob": (None, True),
             "swa_attention_sink_enabled": (None, False),
         },
-        own_code=("modeling_laguna.LagunaModel", "modeling_laguna.LagunaForCausalLM"),
         defaults={
             "first_k_dense_replace": 1,
             "head_dim": 128,
@@ -452,7 +448,6 @@ MIXTURES = {
             "use_qk_norm": (None, True),
             "use_routing_bias": (None, True),
         },
-        own_code=("modeling_minimax_m2.MiniMaxM2ForCausalLM",),
         defaults={
             "head_dim": 128,
             "max_position_embeddings": 196608,

@@ -5,7 +5,7 @@ Checks the template's variables; template_process.py runs it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +31,7 @@ NOT_TEMPLATE_VARIABLES = frozenset(
     }
 )
 MAX_WARNED = 8
+MARK = "nanoengine asks"  # no template has it of its own
 ROLES = ("system", "user", "assistant", "tool")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -43,6 +44,7 @@ class ChatTemplate:
         self.source = source
         self._process = process
         self._warned: set[str] = set()  # roles; Python keeps each warning that it gave
+        self._wants_parts: bool | None = None  # not known yet
 
     def render(
         self,
@@ -62,7 +64,10 @@ class ChatTemplate:
         given = {"tools": None, "documents": None, **special_tokens, **variables}
         given["add_generation_prompt"] = add_generation_prompt
         plain = {name: _plain(value, name) for name, value in given.items()}
-        forms = _message_forms(messages)
+        checked = _checked(messages)
+        if self._wants_parts is None:
+            self._wants_parts = self._writes_parts_alone(plain)
+        forms = _message_forms(checked if self._wants_parts else [*map(_with_text, checked)])
         if SIGN in self.source:
             forms = [*map(with_names_in_ids, forms)]
         plain["messages"], *others = forms
@@ -75,6 +80,19 @@ class ChatTemplate:
                 with suppress(InvalidPromptError):
                     return self._process.render(self.source, plain | {"messages": form})
             raise
+
+    def _writes_parts_alone(self, variables: Mapping[str, Any]) -> bool:
+        """Whether it leaves out a content that is a text, and writes the same in a list of parts:
+        templates of models for images, as SmolVLM's.
+        """
+        message = {"role": "user", "content": _as_parts([MARK])}
+        return not self._writes(_with_text(message), variables) and self._writes(message, variables)
+
+    def _writes(self, message: dict[str, Any], variables: Mapping[str, Any]) -> bool:
+        with suppress(InvalidPromptError):
+            asked = {**variables, "messages": [message], "tools": None, "documents": None}
+            return MARK in self._process.render(self.source, asked)
+        return False
 
     def _warn_of_unknown_names(self, variables: Mapping[str, Any]) -> None:
         """Warn of what most templates write or leave out without a word."""
@@ -96,18 +114,22 @@ class ChatTemplate:
         return any(f"{quote}{role}{quote}" in self.source for quote in "'\"")
 
 
-def _message_forms(messages: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Checked copies: without keys whose value is None and with the arguments of calls as objects,
-    as most templates expect; then those that differ from it, for templates that refuse it: with
-    the content None that calls may have (DeepSeek-V3.1 asks for it), and also with arguments as
-    they were given (DeepSeek writes their text).
-    """
+def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies without keys that are None, with contents as parts. Raises InvalidPromptError."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidPromptError(
             "messages must be a list of at least one {'role': ..., 'content': ...}, "
             f"got {shown(messages)}"
         )
-    checked = [_plain_message(message, index) for index, message in enumerate(messages)]
+    return [_plain_message(message, index) for index, message in enumerate(messages)]
+
+
+def _message_forms(checked: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The messages with the arguments of calls as objects, as most templates expect; then those
+    that differ from it, for templates that refuse it: with the content None that calls may have
+    (DeepSeek-V3.1 asks for it), and also with arguments as they were given (DeepSeek writes their
+    text).
+    """
     whole = [({"content": None} if "tool_calls" in m else {}) | m for m in checked]
     forms = [_with_objects(checked)]
     for form in (_with_objects(whole), whole):
@@ -121,15 +143,21 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidPromptError(f"{where} must be a dict, not {type(message).__name__}")
     plain = {k: v for k, v in _plain(message, where).items() if v is not None}
-    if isinstance(plain.get("content"), list) and plain["content"]:
-        plain["content"] = _text_of_parts(plain["content"], f"{where}['content']")
-    for key, kinds in (("role", "a string"), ("content", "a string or a list of text parts")):
-        is_optional = key == "content" and "tool_calls" in plain
-        if not isinstance(plain.get(key), str) and not (is_optional and key not in plain):
-            raise InvalidPromptError(
-                f"{where}[{key!r}] must be {kinds}, not {type(message.get(key)).__name__}"
-            )
+    content = plain.get("content")
+    if not isinstance(plain.get("role"), str):
+        raise _wrong_kind(where, "role", "a string", message)
+    if isinstance(content, list) and content:
+        plain["content"] = _as_parts(_texts_of_parts(content, f"{where}['content']"))
+    elif isinstance(content, str):
+        plain["content"] = _as_parts([content])
+    elif content is not None or "tool_calls" not in plain:
+        raise _wrong_kind(where, "content", "a string or a list of text parts", message)
     return _with_reasoning_names(plain)
+
+
+def _wrong_kind(where: str, key: str, kinds: str, message: Mapping[str, Any]) -> InvalidPromptError:
+    kind = type(message.get(key)).__name__
+    return InvalidPromptError(f"{where}[{key!r}] must be {kinds}, not {kind}")
 
 
 def _with_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -154,8 +182,8 @@ def _with_object(call: Any, where: str) -> Any:
     return call | {"function": function | {"arguments": _plain(arguments, where)}}
 
 
-def _text_of_parts(parts: list[Any], where: str) -> str:
-    """OpenAI's content parts as one text, joined as vLLM joins them."""
+def _texts_of_parts(parts: list[Any], where: str) -> list[str]:
+    """Of OpenAI's content parts. Raises InvalidPromptError for others than texts."""
     texts = []
     for index, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else part
@@ -166,7 +194,18 @@ def _text_of_parts(parts: list[Any], where: str) -> str:
                 '{"type": "text", "text": "..."}: no images, audio or files'
             )
         texts.append(text)
-    return "\n".join(texts)
+    return texts
+
+
+def _as_parts(texts: Iterable[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is one text, with parts joined as vLLM joins them."""
+    if "content" not in message:
+        return message
+    return message | {"content": "\n".join(part["text"] for part in message["content"])}
 
 
 def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ SPECIAL_TOKEN_NAMES = (
     "mask_token",
 )
 FLAGS = ("special", "lstrip", "normalized", "rstrip", "single_word")  # of added tokens
+NAMED_TEMPLATES = "additional_chat_templates"
 PROBE = "Ab 12\n\u00e9\u6f22\U0001f642"
 
 
@@ -225,18 +226,14 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """Templates by name. As in transformers, chat_template.jinja overrides the other files; the
-    processor of a model for images may have chat_template.json alone.
+    """Templates by name. As in transformers, chat_template.jinja, with others in a folder beside
+    it, overrides the other files; the processor of a model for images may have chat_template.json
+    alone.
     """
-    path = folder / "chat_template.jinja"
-    if has_file(path):
-        try:
-            check_size(path)
-            return {"default": path.read_text(encoding="utf-8")}
-        except UnicodeDecodeError as error:
-            raise CorruptModelError(f"{path} is no UTF-8 text: {error}") from error
-        except OSError as error:
-            raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
+    paths = {"default": folder / "chat_template.jinja"}
+    paths |= {path.stem: path for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
+    if files := {name: _template_in(path) for name, path in paths.items() if has_file(path)}:
+        return files
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = folder / name
         template = read_json_if_any(path).get("chat_template")
@@ -251,6 +248,16 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
     raise CorruptModelError(
         f"{path}: 'chat_template' is {shown(template)}, neither a string nor a list"
     )
+
+
+def _template_in(path: Path) -> str:
+    try:
+        check_size(path)
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptModelError(f"{path} is no UTF-8 text: {error}") from error
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _named_templates(path: Path, entries: Iterable[Any]) -> dict[str, str]:

@@ -44,6 +44,13 @@ WRAPPED = {
             "vision_config": SIGLIP,
         },
     ),
+    "AyaVisionForConditionalGeneration, cohere": TinyModel(
+        "aya_vision",
+        {
+            "text_config": COMMON | TINY["cohere"].settings | {"model_type": "cohere"},
+            "vision_config": SIGLIP,
+        },
+    ),
     "Cohere2VisionForConditionalGeneration": TinyModel(
         "cohere2_vision",
         {
@@ -87,6 +94,13 @@ WRAPPED = {
                 "position_embedding_size": 64,
             },
             "audio_config": None,
+        },
+    ),
+    "Glm46VForConditionalGeneration": TinyModel(
+        "glm46v",
+        {
+            "text_config": COMMON | {"model_type": "glm4v_text", "rope_parameters": HALF_TURNED},
+            "vision_config": GLM_VISION | {"model_type": "glm4v_vision"},
         },
     ),
     "Glm4vForConditionalGeneration": TinyModel(
@@ -171,11 +185,25 @@ WRAPPED = {
             "vision_config": VISION | {"model_type": "clip_vision_model"},
         },
     ),
+    "LlavaNextForConditionalGeneration, granite": TinyModel(
+        "llava_next",
+        {
+            "text_config": COMMON | TINY["granite"].settings | {"model_type": "granite"},
+            "vision_config": SIGLIP,
+        },
+    ),
     "LlavaOnevisionForConditionalGeneration": TinyModel(
         "llava_onevision",
         {
             "text_config": COMMON | {"model_type": "qwen2"},
             "vision_config": SIGLIP,
+        },
+    ),
+    "MiniCPMV4_6ForConditionalGeneration": TinyModel(
+        "minicpmv4_6",
+        {
+            "text_config": COMMON | HYBRID | {"model_type": "qwen3_5_text"},
+            "vision_config": VISION,
         },
     ),
     "MuseGlimmerForConditionalGeneration": TINY["muse-glimmer"],

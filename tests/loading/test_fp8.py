@@ -48,6 +48,12 @@ KINDS: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
     "rows": (CHANNELS, "_scale", (1, 1 << 20)),
     "one": (CHANNELS, "_scale", (1 << 20, 1 << 20)),
     "modelopt": (MODELOPT | {"quant_algo": "FP8"}, "_scale", (1 << 20, 1 << 20)),
+    # nvidia/Nemotron-H-47B-Reasoning-128K-FP8's config.json names no method.
+    "modelopt, unnamed": (
+        {"quant_algo": "FP8", "producer": {"name": "modelopt"}, "ignore": []},
+        "_scale",
+        (1 << 20, 1 << 20),
+    ),
     "modelopt, rows": (
         MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
         "_scale",
@@ -58,6 +64,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
 SHAPED: dict[str, Callable[[Tensor], Tensor]] = {
     "one": Tensor.flatten,
     "modelopt": Tensor.squeeze,
+    "modelopt, unnamed": Tensor.squeeze,
     "modelopt, rows": Tensor.flatten,
     "modelopt, blocks": lambda scales: scales[:, None, :, None],
 }

@@ -93,11 +93,12 @@ def test_only_data_is_asked_for(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     files = (
         *("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"),
         *("chat_template.jinja", "tokenizer.json", "tokenizer.model", "merges.txt"),
+        "additional_chat_templates/tool_use.jinja",
         *("pytorch_model.bin", "modeling.py", "x.pt", "x.pkl", "README.md", "x.gguf"),
         *("consolidated.safetensors", "original/params.json", "onnx/model.safetensors"),
     )
     wanted = huggingface_hub.utils.filter_repo_objects(files, **asked)
-    assert list(wanted) == list(files[:7])
+    assert list(wanted) == list(files[:8])
 
 
 def test_a_shape_is_read_from_the_cache_or_downloaded_beside_it(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -675,6 +676,15 @@ def test_kv_heads_that_are_left_out(tmp_path: Path, name: str, kind: type[Any]) 
                 "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
             },
         ),
+        # The model's own class may have another name.
+        (
+            "hunyuan-moe",
+            {
+                "AutoModel": "hunyuan.HunYuanModel",
+                "AutoModelForCausalLM": "hunyuan.HunYuanMoEV1ForCausalLM",
+            },
+        ),
+        ("llama", {"AutoModel": "modeling_llama.LlamaModel"}),
         # Tuned from a model whose code stays where it is.
         ("phi3", {"AutoModelForCausalLM": "owner/name--modeling_phi3.Phi3ForCausalLM"}),
     ],
@@ -686,6 +696,53 @@ def test_own_code_of_the_same_arithmetic_is_left_aside(
     config = json.loads((tmp_path / "config.json").read_text()) | {"auto_map": auto_map}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_model_config(tmp_path) == read_model_config(tiny(name))
+
+
+MIXED_WINDOWS = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(("window", "is_read"), [(512, True), (511, False)])
+def test_mixed_windows_that_hide_nothing_are_read(
+    tmp_path: Path, window: int, is_read: bool
+) -> None:
+    """As in Ministral-8B-Instruct-2410: transformers gives all layers the window, vLLM some."""
+    settings = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    settings |= {"layer_types": MIXED_WINDOWS, "max_position_embeddings": 512}
+    if is_read:
+        assert config_of(tmp_path, settings).windows == ()
+        return
+    with pytest.raises(UnsupportedModelError, match=r"'layer_types' .* of 511 is not supported"):
+        config_of(tmp_path, settings)
+
+
+@pytest.mark.parametrize("heads", [0, 1, 2])
+def test_layer_types_may_go_on_with_those_of_mtp_heads(
+    tiny: Tiny, tmp_path: Path, heads: int
+) -> None:
+    """EXAONE-4.5-33B-FP8 lists 65 for 64 layers."""
+    content = json.loads((tiny("exaone4") / "config.json").read_text())
+    content |= {"num_nextn_predict_layers": heads}
+    content["layer_types"] = [*content["layer_types"], "full_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    if heads == 1:
+        assert read_model_config(tmp_path).windows == read_model_config(tiny("exaone4")).windows
+        return
+    with pytest.raises(UnsupportedModelError, match="'layer_types'"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "spelling"),
+    [("ernie", "Ernie4_5_ForCausalLM"), ("exaone-moe", "ExaoneMoEForCausalLM")],
+)
+def test_a_class_may_be_spelt_as_at_the_hub(
+    tiny: Tiny, tmp_path: Path, name: str, spelling: str
+) -> None:
+    content = json.loads((tiny(name) / "config.json").read_text())
+    content |= {"architectures": [spelling], "auto_map": {"AutoModelForCausalLM": f"m.{spelling}"}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    found = read_model_config(tmp_path)
+    assert found == replace(read_model_config(tiny(name)), eos_token_ids=found.eos_token_ids)
 
 
 @pytest.mark.parametrize(

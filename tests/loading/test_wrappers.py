@@ -30,11 +30,13 @@ QWEN_2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 PARTS = {
     "Exaone4_5_ForConditionalGeneration": "visual",
     "Gemma4ForConditionalGeneration": "embed_vision, vision_tower",
+    "Glm46VForConditionalGeneration": "visual",
     "Glm4vForConditionalGeneration": "visual",
     "Glm4vMoeForConditionalGeneration": "visual",
     "Idefics3ForConditionalGeneration": "connector, vision_model",
     "LlavaNextForConditionalGeneration": "image_newline, multi_modal_projector, vision_tower",
     "LlavaOnevisionForConditionalGeneration": "image_newline, multi_modal_projector, vision_tower",
+    "MiniCPMV4_6ForConditionalGeneration": "merger, vision_tower",
     "MuseGlimmerForConditionalGeneration": "vision_adapter, vision_projection, vision_tower",
     "SmolVLMForConditionalGeneration": "connector, vision_model",
 }
@@ -96,13 +98,14 @@ def test_ids_and_logits_equal_transformers(
 
 
 def check_against_transformers(path: Path) -> str:
-    """Ids and logits; returns the plan. transformers forgets Cohere's `logit_scale` here, by which
-    the text model alone multiplies.
+    """Ids and logits; returns the plan. transformers forgets factors of logits here: Cohere's
+    `logit_scale`, by which the text model alone multiplies, and Granite's, by which it divides.
     """
     model = AutoModelForImageTextToText.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    scale = getattr(model.config.get_text_config(), "logit_scale", 1.0)
+    text = model.config.get_text_config()
+    scale = getattr(text, "logit_scale", 1.0) / getattr(text, "logits_scaling", 1.0)
     engine = LLMEngine(path, dtype="float32", device="cpu", kvcache_block_size=8, num_gpu_blocks=64)
     driver, prompts = Driver(engine), [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
     for prompt, output in zip(prompts, driver.run(prompts), strict=True):
@@ -243,3 +246,19 @@ def test_a_text_model_that_cannot_run_is_refused(
 ) -> None:
     with pytest.raises(error, match=match):
         read_model_config(config(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_one_of_two_configs_is_enough_to_tie_the_head(
+    wrapped: Callable[[str], Path], tmp_path: Path, outer: bool
+) -> None:
+    """llava-onevision-qwen2-0.5b-ov-hf ties in its `text_config` alone, as transformers does."""
+    source = wrapped("LlavaOnevisionForConditionalGeneration")
+    content = json.loads((source / "config.json").read_text())
+    content["tie_word_embeddings"] = outer
+    content["text_config"]["tie_word_embeddings"] = not outer
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    tensors = load_file(source / "model.safetensors")
+    tied = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name}
+    save_file(tied, tmp_path / "model.safetensors", {"format": "pt"})
+    check_against_transformers(tmp_path)

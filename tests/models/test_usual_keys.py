@@ -122,7 +122,7 @@ def test_a_rope_that_is_left_out_is_that_of_transformers(
         (TRINITY, {"route_norm": False}),
         (TRINITY, {"score_func": "softmax"}),
         (CLOVA, {"use_post_norm": False}),
-        (CLOVA, {"auto_map": {"AutoModelForCausalLM": "other.HyperCLOVAXForCausalLM"}}),
+        (CLOVA, {"auto_map": {"AutoModelForCausalLM": "other.HyperCLOVAXForScores"}}),
     ],
 )
 def test_what_is_not_done_is_refused(

@@ -676,6 +676,45 @@ def test_a_template_file_wins(tmp_path: Path) -> None:
     assert ours.apply_chat_template(CHAT) == expected == "file\n"
 
 
+def test_named_template_files_equal_transformers(tmp_path: Path) -> None:
+    """As transformers saves them since 4.51."""
+    named = {"default": "plain {{ messages | length }}", "tool_use": "{{ tools | length }} tools"}
+    theirs = PreTrainedTokenizerFast.from_pretrained(saved(tmp_path, {"chat_template": "config"}))
+    theirs.chat_template = named
+    folder = tmp_path / "saved"
+    theirs.save_pretrained(folder)
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").is_file()
+    ours = Tokenizer.from_folder(folder)
+    for tools in (None, TOOLS):
+        expected = theirs.apply_chat_template(CHAT, tokenize=False, tools=tools)
+        assert ours.apply_chat_template(CHAT, tools=tools) == expected
+
+
+# As SmolVLM's and LLaVA's: a content that is a text leaves nothing behind, or is an error.
+PARTS_ALONE = {
+    "loop": "{% for m in messages %}{{ m.role }}:{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}\n{% endfor %}",
+    "filter": "{% for m in messages %}{{ m.role }}:{% for part in m['content'] | "
+    "selectattr('type', 'equalto', 'text') %}{{ part['text'] }} {% endfor %}{% endfor %}",
+    "first": "{% for m in messages %}{{ m.role }}:{{ m.content[0]['text'] }}{% endfor %}",
+    "refuses": "{% for m in messages %}{% if m.content is string %}"
+    "{{ raise_exception('no text') }}{% endif %}{{ m.content[0].text }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", PARTS_ALONE.values(), ids=list(PARTS_ALONE))
+def test_a_template_that_reads_parts_alone_gets_parts(tmp_path: Path, template: str) -> None:
+    folder = saved(tmp_path, {"chat_template": template})
+    ours, theirs = Tokenizer.from_folder(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    two = [{"type": "text", "text": text} for text in ("one", "two")]
+    of_texts = [message | {"content": [two[0] | {"text": message["content"]}]} for message in CHAT]
+    expected = theirs.apply_chat_template(of_texts, tokenize=False)
+    assert ours.apply_chat_template(CHAT) == ours.apply_chat_template(of_texts) == expected
+    assert all(message["content"] in expected for message in CHAT)
+    talk = [{"role": "user", "content": two}]  # two parts stay two
+    assert ours.apply_chat_template(talk) == theirs.apply_chat_template(talk, tokenize=False)
+
+
 def test_a_template_reads_the_clock(tmp_path: Path) -> None:
     ours = Tokenizer.from_folder(saved(tmp_path, {"chat_template": "{{ strftime_now('%Y') }}"}))
     assert ours.apply_chat_template(CHAT).isdigit()
