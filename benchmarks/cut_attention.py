@@ -144,6 +144,10 @@ class CutAttention:
     can_replay: bool = False
     is_batch_invariant: bool = False
 
+    def reserve(self, lengths: tuple[tuple[int, int], ...]) -> bool:
+        """False: it needs none."""
+        return False
+
     def run(
         self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
     ) -> Tensor:

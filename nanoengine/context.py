@@ -181,6 +181,12 @@ class AttentionBackend(Protocol):
     can_replay: bool
     is_batch_invariant: bool
 
+    def reserve(self, lengths: tuple[tuple[int, int], ...]) -> bool:
+        """Make room for a step of these `lengths` that is recorded or replayed. True: in place of
+        what earlier recordings have, none of which may then be replayed.
+        """
+        ...
+
     def run(
         self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
     ) -> Tensor:

@@ -22,6 +22,10 @@ class CpuAttention:
         self._kernels = kernels
         self._workspace = Workspace()
 
+    def reserve(self, lengths: tuple[tuple[int, int], ...]) -> bool:
+        """False: it needs none."""
+        return False
+
     def run(
         self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
     ) -> Tensor:

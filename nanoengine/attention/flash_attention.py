@@ -33,6 +33,10 @@ class FlashAttention:
         self._plans: list[_ChunkPlan] = []
         self._gathered = torch.empty(0, device=device)
 
+    def reserve(self, lengths: tuple[tuple[int, int], ...]) -> bool:
+        """False: it needs none."""
+        return False
+
     def run(
         self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
     ) -> Tensor:

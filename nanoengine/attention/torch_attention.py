@@ -36,6 +36,10 @@ class TorchAttention:
         self._scale, self._softcap = config.score_scale, config.softcap
         self._state: SoftmaxState | None = None
 
+    def reserve(self, lengths: tuple[tuple[int, int], ...]) -> bool:
+        """False: it needs none."""
+        return False
+
     def run(
         self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
     ) -> Tensor:

@@ -16,6 +16,7 @@ The mass of a block is exact: each tile, which lies in one block, leaves its max
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from nanoengine.kernels.power_of_two import power_of_two
 
 PARTITION, SHORT = 512, 64  # keys; so many partitions, then LONG times as long ones
 MERGED_AT_ONCE = 16  # partitions whose states are loaded together, at most
+LEAST_STATES = 1024  # of decode steps: 17 MB of an 8B model
 FEW_QUERIES = 17  # the most of a sequence whose partitions run in parallel
 MOST_ROWS, PREFILL_WARPS = 128, 8  # rows: heads of queries
 MOST_OF_4_WARPS = 64 * 128  # numbers of the results that 4 warps hold in registers
@@ -121,8 +123,22 @@ class TritonAttention:
         self._shapes: dict[tuple[int, ...], dict[str, Any]] = {}
         self._tiles: dict[tuple[int, int, int], tuple[Spans, Tensor | None]] = {}
         self._buffers: dict[tuple[int, ...], _Buffers] = {}
+        # Of layers of a shape, so many states for all steps; graphs would each hold their own.
+        self._num_states = 0
+        self._states: dict[tuple[int, ...], SoftmaxState] = {}
         self._kept: Kept = (None, None)
         self._step: Tensor | None = None  # whose these are
+
+    def reserve(self, lengths: Lengths) -> bool:
+        """States for decode steps, by their contexts as they are now: if all had as many as the
+        longest one, 64 contexts of 128K would take 110 MiB of an 8B model, whatever they hold.
+        """
+        needed = self._num_of_states(lengths)
+        if needed <= self._num_states:
+            return False
+        self._num_states = power_of_two(max(needed, LEAST_STATES))
+        self._states.clear()
+        return True
 
     def run(
         self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
@@ -159,7 +175,7 @@ class TritonAttention:
         counts = [num_queries for num_queries, _ in ctx.lengths if num_queries <= few]
         if counts:
             start = self._first_states(ctx, few)
-            states = _states(q, self._most_states(chunk, ctx, few))
+            states = self._states_of(q, [length for length in ctx.lengths if length[0] <= few])
             queries = max(*counts, min(self._checked_rows, few))
             buffers.parts = _Partitions(start, states, few, queries, self._at_once(chunk))
         if len(counts) < len(ctx.lengths):
@@ -194,19 +210,24 @@ class TritonAttention:
         counts *= num_queries * (num_queries <= few)
         return (counts.cumsum(0) - counts).to(torch.int32)
 
-    def _most_states(self, chunk: KVChunk, ctx: ForwardContext, few: int) -> int:
-        """States of all partitions and queries. For a step of one chunk, the most that its block
-        table can hold, because such a step may be replayed on longer contexts.
-        """
-        lengths = [length for length in ctx.lengths if length[0] <= few]
-        most: int = sum(num_partitions(kv_len) * num_queries for num_queries, kv_len in lengths)
-        if chunk.is_last:
-            width = chunk.block_table.shape[1] * chunk.k.shape[1]
-            each: int = num_partitions(width)
-            if self._config.longest_window is not None:
-                each = -(-width // PARTITION) + 1  # its first key may lie anywhere in a partition
-            return max(most, sum(num_queries for num_queries, _ in lengths) * each)
-        return most
+    def _states_of(self, q: Tensor, lengths: Sequence[tuple[int, int]]) -> SoftmaxState:
+        """Of all partitions and queries. Those of layers of this shape, if they are enough."""
+        needed, shape = self._num_of_states(lengths), tuple(q.shape[1:])
+        if needed > self._num_states:
+            return _states(q, needed)
+        if shape not in self._states:
+            self._states[shape] = _states(q, self._num_states)
+        return self._states[shape]
+
+    def _num_of_states(self, lengths: Sequence[tuple[int, int]]) -> int:
+        """Of steps of few queries, at most."""
+        longest, total = self._config.longest_window, 0
+        for num_queries, kv_len in lengths:
+            of_each: int = num_partitions(kv_len)
+            if longest is not None:  # its first key may lie anywhere in a partition
+                of_each = min(of_each, -(-(longest + num_queries) // PARTITION) + 1)
+            total += num_queries * of_each
+        return total
 
     def _tiles_of(self, chunk: KVChunk, lengths: Lengths, q: Tensor) -> Tensor | None:
         """(span, first query) of each tile of queries over this chunk; None without tiles."""

@@ -81,8 +81,11 @@ class CudaGraphs:
         return run
 
     def forget_steps(self) -> None:
-        """As LayerOps.forget_steps: no graph may outlive the ranks' communicator."""
+        """As LayerOps.forget_steps; a graph that runs ends first. None may outlive the ranks'
+        communicator, or memory that it writes.
+        """
         self._graphs.clear()
+        self._pools.clear()
 
     def _replay(
         self, key: object, tensors: tuple[Tensor, ...], forward: Callable[[], Tensor]

@@ -151,6 +151,8 @@ class Decoder:
         may_replay = len(x) == len(ctx.lengths) and ctx.block_mass is None
         key = ctx.kv.replay_key() if may_replay and ctx.attention.can_replay else None
         if key is not None:
+            if ctx.attention.reserve(ctx.lengths):
+                self._ops.forget_steps()
             shared = *chain(*angles), *inputs, ctx.query_start, ctx.kv_lens
             yield self._ops.replay(
                 ReplayKey((x, *shared, *key.tensors), key.layout),

@@ -251,7 +251,7 @@ class LayerOps(Protocol):
         return x
 
     def forget_steps(self) -> None:
-        """Release what was recorded to be replayed on a GPU."""
+        """Release what was recorded to be replayed on a GPU: it is recorded anew."""
         return
 
 

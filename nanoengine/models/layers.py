@@ -93,6 +93,10 @@ class StoredOnly:
 
     name, can_replay, is_batch_invariant = "none", False, True
 
+    def reserve(self, lengths: tuple[tuple[int, int], ...]) -> bool:
+        """False: it needs none."""
+        return False
+
     def run(
         self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
     ) -> Tensor:

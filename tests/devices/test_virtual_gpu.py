@@ -23,6 +23,7 @@ from virtual_gpu import Costs, HostWaitError, VirtualGpu, WrongPlaceError
 
 from benchmarks.gpu.gpu_measure import decoding
 from nanoengine import SamplingParams
+from nanoengine.attention import triton_attention
 from nanoengine.context import packed
 from nanoengine.devices.select import make_device
 from nanoengine.engine.llm_engine import LLMEngine
@@ -355,6 +356,24 @@ def test_decode_steps_are_one_graph_or_one_a_layer(
             assert len(gpu.graphs) == captured
             assert (made.kv.counters.h2d_bytes > streamed) == (settings is STREAMED)
         made.close()
+
+
+def test_graphs_are_made_anew_when_contexts_outgrow_their_states(
+    gpu: VirtualGpu, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts of 3 partitions and of 1 have states for 4, and with their fifth for 8."""
+    monkeypatch.setattr(triton_attention, "PARTITION", 2 * BLOCK)
+    monkeypatch.setattr(triton_attention, "LEAST_STATES", 1)
+    folder, prompts = tiny("llama"), [prompt(43), prompt(1)]
+    with gpu.left():
+        wanted = [expected(folder, p, 12) for p in prompts]
+    made = engine(folder, **RESIDENT)
+    driver = Driver(made)
+    outputs = driver.run(prompts, replace(GREEDY, max_tokens=12))
+    assert token_ids(outputs) == wanted
+    first, second, *_ = (graph.num_replays for graph in gpu.graphs)
+    assert first >= 2 and second >= 2
+    made.close()
 
 
 @pytest.mark.parametrize(
