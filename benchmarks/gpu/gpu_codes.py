@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from coded import HALVES
 from torch import Tensor
 from torch.nn import functional
 
@@ -270,6 +269,8 @@ def graph_s(calls: Sequence[Callable[[], object]], device: torch.device) -> floa
 
 def random_codes(name: str, outputs: int, inputs: int, device: torch.device) -> CodedRows:
     """Any codes, with scales of a size that weights have."""
+    from coded import HALVES  # imports gguf
+
     weights, num_bytes = FORMATS[name]
     blocks = torch.randint(
         256, (outputs, inputs // weights, num_bytes), dtype=torch.uint8, device=device

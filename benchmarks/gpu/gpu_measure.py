@@ -91,6 +91,11 @@ class Scale:
         """Of the answers that are compared."""
         return SamplingParams(temperature=0, max_tokens=self.num_out, ignore_eos=True)
 
+    @property
+    def half(self) -> str:
+        """float16, which is not supported on a CPU."""
+        return "float32" if self.is_rehearsal else "float16"
+
     def up_to(self, longest: int) -> Scale:
         """The same without contexts of more tokens, for less memory or time; the shortest stay."""
 

@@ -19,10 +19,14 @@ SHAPES = {
     "Qwen3.6-27B": RecurrentConfig((0,), 16, 48, 128, 128, 4),
     "Nemotron-H-8B": RecurrentConfig((0,), 8, 128, 128, 64, 4, rule="mamba"),
     "Granite-4-H-Small": RecurrentConfig((0,), 1, 128, 128, 64, 4, rule="mamba"),
+    "Kimi-Linear-48B": RecurrentConfig((0,), 32, 32, 128, 128, 4, rule="kimi"),
+    "Ling-3.0": RecurrentConfig((0,), 32, 32, 128, 128, 4, rule="kimi", least_rate=-5.0),
 }
 SMALL = {
     "delta": RecurrentConfig((0,), 1, 2, 16, 24, 4),
     "Mamba-2": RecurrentConfig((0,), 1, 2, 16, 24, 4, rule="mamba"),
+    "Kimi": RecurrentConfig((0,), 2, 2, 16, 24, 4, rule="kimi"),
+    "Kimi, bounded": RecurrentConfig((0,), 2, 2, 16, 24, 4, rule="kimi", least_rate=-5.0),
 }
 PROMPT, BESIDE_PYTORCH = 8192, 512  # tokens; PyTorch launches a dozen kernels for each
 DECODES = (1, 64)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -56,18 +57,28 @@ def chosen(groups: dict[str, dict[str, Run]], only: list[str] | None) -> dict[st
 
 
 def run_rows(
-    rows: dict[str, Run], result: Result, limits: dict[str, float], file: Path | None
+    rows: dict[str, Run],
+    result: Result,
+    limits: dict[str, float],
+    file: Path | None,
+    seconds: float | None = None,
 ) -> None:
     """Put what each row finds into `result`, under its name, and write that to the file after each.
 
     A row that is a generator gives one part after the other, and what came before it failed is
     kept. limits: most seconds of a row, where that is not MOST_SECONDS. result["failed"] gets the
-    reasons of those that failed, result["seconds"] their times.
+    reasons of those that failed, result["seconds"] their times. seconds: after so many no row
+    begins; result["not_run"] has those that were left.
     """
-    result |= {"seconds": {}, "failed": {}}
+    result |= {"seconds": {}, "failed": {}, "not_run": []}
+    end = time.perf_counter() + (math.inf if seconds is None else seconds)
     for name, run in (bar := tqdm(rows.items())):
         bar.set_description(name)
         start = time.perf_counter()
+        if start >= end:
+            result["not_run"].append(name)
+            save(result, file)
+            continue
         try:
             with at_most(limits.get(name, MOST_SECONDS)):
                 found = run()

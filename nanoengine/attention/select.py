@@ -136,4 +136,4 @@ def _make_triton(setup: AttentionSetup) -> Found:
     except ImportError as error:
         return None, f"Triton: {error}"
     made = TritonAttention(setup.config, setup.dtype, setup.device, setup.checked_rows)
-    return made, ""
+    return (None, made.lack) if made.lack else (made, "")

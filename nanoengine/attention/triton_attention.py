@@ -30,7 +30,7 @@ from nanoengine.attention.triton_rows import LOG2E, LONG
 from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, SoftmaxState, Spans
 from nanoengine.devices.device import to_device
-from nanoengine.kernels.power_of_two import power_of_two
+from nanoengine.kernels.triton_launch import FUSED, power_of_two
 
 PARTITION, SHORT = 512, 64  # keys; so many partitions, then LONG times as long ones
 MERGED_AT_ONCE = 16  # partitions whose states are loaded together, at most
@@ -119,6 +119,8 @@ class TritonAttention:
         key_bytes = 2 * _padded(config.head_dim) * dtype.itemsize
         room = self._shared_bytes // (TILES_IN_SHARED_MEMORY * key_bytes)
         self._most_keys: int = min(MAX_TILE, 1 << (room.bit_length() - 1))
+        keys, dim = max(MIN_DOT, self._most_keys), _padded(config.head_dim)
+        self._least_bytes = _program_bytes(MIN_DOT, keys, dim, dtype)
         self._programs: dict[tuple[int, ...], tuple[int, int]] = {}
         self._shapes: dict[tuple[int, ...], dict[str, Any]] = {}
         self._tiles: dict[tuple[int, int, int], tuple[Spans, Tensor | None]] = {}
@@ -126,8 +128,16 @@ class TritonAttention:
         # Of layers of a shape, so many states for all steps; graphs would each hold their own.
         self._num_states = 0
         self._states: dict[tuple[int, ...], SoftmaxState] = {}
-        self._kept: Kept = (None, None)
+        self._kept: dict[int, Kept] = {}  # by the heads of q
         self._step: Tensor | None = None  # whose these are
+
+    @property
+    def lack(self) -> str:
+        """Why the GPU cannot run it; "" if it can."""
+        if self._shared_bytes >= self._least_bytes:
+            return ""
+        has, needs = self._shared_bytes >> 10, self._least_bytes >> 10
+        return f"Triton: heads of {self._config.head_dim} need {needs} KiB of a GPU with {has} KiB"
 
     def reserve(self, lengths: Lengths) -> bool:
         """States for decode steps, by their contexts as they are now: if all had as many as the
@@ -149,10 +159,10 @@ class TritonAttention:
             if not number:
                 # A pass may run between two layers of another.
                 if not layer or self._step is not ctx.query_start:
-                    self._step, self._tiles, self._buffers = ctx.query_start, {}, {}
-                    self._kept = self._make_kept(q, chunk.k.shape[1], ctx)
+                    self._step = ctx.query_start
+                    self._tiles, self._buffers, self._kept = {}, {}, {}
                 buffers = self._buffers_of(q, chunk, ctx)
-                kept = (None, None) if window else self._kept
+                kept = (None, None) if window else self._kept_of(q, chunk.k.shape[1], ctx)
                 this = _Layer(q, ctx, sinks, window, kept, out)
             tiles = self._tiles_of(chunk, ctx.lengths, q)
             if tiles is not None:
@@ -181,6 +191,12 @@ class TritonAttention:
         if len(counts) < len(ctx.lengths):
             buffers.states = _states(q, 0 if chunk.is_last else 2 * len(q))
         return buffers
+
+    def _kept_of(self, q: Tensor, block_size: int, ctx: ForwardContext) -> Kept:
+        """Of layers of so many heads."""
+        if q.shape[1] not in self._kept:
+            self._kept[q.shape[1]] = self._make_kept(q, block_size, ctx)
+        return self._kept[q.shape[1]]
 
     def _make_kept(self, q: Tensor, block_size: int, ctx: ForwardContext) -> Kept:
         if ctx.block_mass is None:
@@ -254,7 +270,7 @@ class TritonAttention:
             of.ctx.query_start, of.ctx.kv_lens,
             states.row_max, states.row_sum, states.acc, *of.kept, of.sinks, of.out,
             self._scale, len(q), *_strides(q, chunk), **shape, WINDOW=of.window,
-            num_warps=PREFILL_WARPS, num_stages=_stages(q),
+            **FUSED, num_warps=PREFILL_WARPS, num_stages=_stages(q),
         )  # fmt: skip
 
     def _run_decode(self, of: _Layer, chunk: KVChunk, parts: _Partitions) -> None:
@@ -271,7 +287,7 @@ class TritonAttention:
             parts.start, states.row_max, states.row_sum, states.acc, *of.kept,
             self._scale, len(q), *_strides(q, chunk), **shape, WINDOW=of.window,
             LONGEST=self._config.longest_window or 0,
-            num_warps=4 if rows * shape["DIM"] <= MOST_OF_4_WARPS else 8,
+            **FUSED, num_warps=4 if rows * shape["DIM"] <= MOST_OF_4_WARPS else 8,
             num_stages=1 if rows == TWO_AT_ONCE else _stages(q),
         )  # fmt: skip
 
@@ -282,7 +298,8 @@ class TritonAttention:
             of.ctx.query_start, of.ctx.kv_lens,
             parts.start, states.row_max, states.row_sum, states.acc, *of.kept, of.sinks, of.out,
             heads, head_dim, _padded(head_dim), PARTITION, SHORT, parts.few, parts.at_once,
-            of.window, self._config.longest_window or 0, num_warps=max(1, _padded(head_dim) // 128),
+            of.window, self._config.longest_window or 0,
+            **FUSED, num_warps=max(1, _padded(head_dim) // 128),
         )  # fmt: skip
 
     def _add_mass(self, ctx: ForwardContext, block_size: int, kept: tuple[Tensor, Tensor]) -> None:
@@ -292,7 +309,7 @@ class TritonAttention:
         num_sequences, num_blocks = mass.shape
         add_mass[(num_blocks, num_sequences)](  # a GPU has 65,535 programs in y, at most
             ctx.query_start, ctx.kv_lens, *kept, mass, num_tokens, mass.stride(0),
-            heads, block_size, self._tile(block_size), MASS_ROWS, num_warps=4,
+            heads, block_size, self._tile(block_size), MASS_ROWS, **FUSED, num_warps=4,
         )  # fmt: skip
 
     def _shape(self, q: Tensor, chunk: KVChunk, rows: int) -> dict[str, Any]:
@@ -351,10 +368,7 @@ class TritonAttention:
         if key not in self._programs:
             dim, group = _padded(head_dim), heads // chunk.k.shape[2]
             keys, rows = max(MIN_DOT, self._most_keys), MOST_ROWS * WIDE_DIM // max(WIDE_DIM, dim)
-            # Queries, a tile of keys and one of values, and the weights between them.
-            while rows > MIN_DOT and self._shared_bytes < q.dtype.itemsize * (
-                rows * dim + 2 * keys * dim + rows * keys
-            ):
+            while rows > MIN_DOT and self._shared_bytes < _program_bytes(rows, keys, dim, q.dtype):
                 rows //= 2
             queries = 1 if rows == MOST_ROWS else min(self._checked_rows, FEW_QUERIES, rows)
             sizes = (size for size in range(group, 0, -1) if group % size == 0)
@@ -407,6 +421,11 @@ def query_tiles(chunk: KVChunk, lengths: Lengths, tile: int, few: int) -> list[t
         unseen = 0 if is_last else max(0, first * block_size - (kv_len - num_queries))
         found += [(number, query) for query in range(unseen // tile * tile, num_queries, tile)]
     return found
+
+
+def _program_bytes(rows: int, keys: int, dim: int, dtype: torch.dtype) -> int:
+    """Shared memory: of queries, a tile of keys and one of values, and the weights between them."""
+    return dtype.itemsize * (rows * dim + 2 * keys * dim + rows * keys)
 
 
 def _padded(head_dim: int) -> int:

@@ -57,6 +57,7 @@ class AcceleratorDevice(GpuDevice):
         return torch.float16, "the device has no bfloat16"
 
     def memory(self) -> tuple[int, int]:
+        self._runtime.empty_cache()  # what loading left is free, too
         free, total = torch.accelerator.get_memory_info(self.torch_device)
         return free, total
 

@@ -51,6 +51,7 @@ class CudaDevice(GpuDevice):
         return torch.float16, "the GPU has no native bfloat16 arithmetic"
 
     def memory(self) -> tuple[int, int]:
+        self._runtime.empty_cache()  # what loading left is free, too
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return free, total
 

@@ -64,4 +64,5 @@ def unpack_bf12(dst: Tensor, src: Tensor, **marks: int) -> None:
         ROW=row,
         READ=row - size // 2,
         **marks,
+        enable_fp_fusion=True,  # without a word about it Triton warns
     )

@@ -9,8 +9,8 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from nanoengine.kernels.power_of_two import power_of_two
 from nanoengine.kernels.triton_code_kernels import choose
+from nanoengine.kernels.triton_launch import FUSED, power_of_two
 
 LEAST_ROWS, MOST_ROWS = 8, 128  # of a tile
 MOST_COMPARED = 2048  # choices up to which each is compared with each, in one kernel
@@ -46,7 +46,7 @@ class ChosenTiles:
         places = ids.new_empty(choices)
         choose[(triton.cdiv(max(choices, num_tiles), _STEP),)](
             ids.contiguous(), experts, starts, ends, places, choices, num_tiles,
-            rows, power_of_two(count), _STEP,
+            rows, power_of_two(count), _STEP, **FUSED,
         )  # fmt: skip
         return cls(rows, experts, starts, ends, places)
 

@@ -17,9 +17,9 @@ from triton.runtime.jit import JITFunction
 
 from nanoengine.kernels.chosen_tiles import MOST_ROWS, ChosenTiles
 from nanoengine.kernels.code_planes import AS_IQ4_XS, OF_256, CodePlanes, planes_of
-from nanoengine.kernels.power_of_two import power_of_two
 from nanoengine.kernels.triton_code_kernels import gather, merge, product, unpack
 from nanoengine.kernels.triton_few_rows import few_rows
+from nanoengine.kernels.triton_launch import FUSED, power_of_two
 from nanoengine.models.experts import CodedExpert, Map, Router, add_up
 from nanoengine.models.stored_codes import FORMATS, CodedRows, CodedWeight
 
@@ -79,7 +79,7 @@ class CodedProduct:
         grid = (len(token_ids), triton.cdiv(planes.inputs, _GATHERED))
         gather[grid](
             token_ids, out, *planes.tensors, planes.inputs, planes.stride, planes.format, _GATHERED,
-            num_warps=1,
+            **FUSED, num_warps=1,
         )  # fmt: skip
         return out
 
@@ -174,7 +174,7 @@ def multiply_few(
     run(x, planes, bias, parts, tiles, each)
     step = min(1024, power_of_two(planes.outputs))
     merge[(len(out), triton.cdiv(planes.outputs, step))](
-        parts, out, len(out), planes.outputs, out.stride(0), num_spans, step, num_warps=4
+        parts, out, len(out), planes.outputs, out.stride(0), num_spans, step, **FUSED, num_warps=4
     )
 
 
@@ -187,7 +187,7 @@ def multiply_unpacked(x: Tensor, planes: CodePlanes, bias: Tensor | None, out: T
         last = min(first + width, planes.outputs)
         unpack[grid](
             slab, *planes.tensors, first, last, planes.inputs, planes.stride, width,
-            planes.format, 64, BLOCK_K, num_warps=4,
+            planes.format, 64, BLOCK_K, **FUSED, num_warps=4,
         )  # fmt: skip
         weights, to = slab[:, : last - first], out[:, first:last]
         if bias is None:
@@ -209,6 +209,7 @@ def launch_few(
     span, num_spans = spans_of(outputs, inputs)
     rows = max(8, power_of_two(len(x))) if tiles is None else tiles.rows
     width, warps, groups, stages = _FEW[planes.format][rows]
+    stages = _stages(stages, x)
     is_part = out.dim() == 3
     num_tiles = 1 if tiles is None else len(tiles.experts)
     is_packed = has_ptx(x.device) and x.dtype is torch.bfloat16
@@ -217,7 +218,7 @@ def launch_few(
         x, out, bias, *planes.tensors, *(_NO_TILES if tiles is None else tiles.tensors),
         out.shape[-2], outputs, inputs, planes.stride, x.stride(0), out.stride(-2), span, num_spans,
         planes.format, rows, width, groups, stages, each, is_packed, inputs % (64 * groups) == 0,
-        is_part, num_warps=warps,
+        is_part, **FUSED, num_warps=warps,
     )  # fmt: skip
 
 
@@ -247,13 +248,15 @@ def launch(
         x, out, bias, *planes.tensors, *(_NO_TILES if tiles is None else tiles.tensors),
         tokens, outputs, inputs, planes.stride, x.stride(0), out.stride(-2), span, num_spans,
         planes.format, rows, width, BLOCK_K, each, inputs % BLOCK_K == 0, is_part,
-        **options_of(width),
+        **FUSED, num_warps=width // 16, num_stages=_stages(3, x),
     )  # fmt: skip
 
 
-def options_of(width: int) -> dict[str, int]:
-    """How a product of so many outputs a program is compiled."""
-    return {"num_warps": width // 16, "num_stages": 3}
+def _stages(of_16_bits: int, x: Tensor) -> int:
+    """Steps that are loaded ahead. Rows in float32 take twice the shared memory; GPUs of some kinds
+    have 99 KiB.
+    """
+    return of_16_bits - (x.dtype is torch.float32)
 
 
 def spans_of(outputs: int, inputs: int) -> tuple[int, int]:

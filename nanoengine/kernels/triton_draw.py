@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoengine.kernels.power_of_two import power_of_two
+from nanoengine.kernels.triton_launch import FUSED, power_of_two
 from nanoengine.models.draw import Draws
 
 PIECE = 4096  # tokens of a program; a row that is searched for its last token has one
@@ -38,10 +38,10 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
         kept = _last_kept(logits, rules, pieces, width)
     winners = logits.new_empty((3, rows, pieces), dtype=torch.float32)
     race[(rows, pieces)](
-        logits, stride, rules, kept, winners, rows, vocab, pieces, PIECE, num_warps=4
+        logits, stride, rules, kept, winners, rows, vocab, pieces, PIECE, **FUSED, num_warps=4
     )
     out = logits.new_empty(rows, dtype=torch.int64)
-    fastest[(rows,)](rules, winners, out, rows, vocab, pieces, width, num_warps=1)
+    fastest[(rows,)](rules, winners, out, rows, vocab, pieces, width, **FUSED, num_warps=1)
     return out
 
 
@@ -57,17 +57,17 @@ def _last_kept(logits: Tensor, rules: Tensor, pieces: int, width: int) -> Tensor
     some = logits.new_empty((2, rows, most), dtype=torch.float32)
     kept = logits.new_empty((3, rows), dtype=torch.int32)
     grid = rows, pieces
-    largest[grid](logits, stride, tops, vocab, pieces, PIECE, num_warps=4)
+    largest[grid](logits, stride, tops, vocab, pieces, PIECE, **FUSED, num_warps=4)
     count[grid](
         logits, stride, rules, tops, counts, rows, vocab, pieces,
-        PIECE, COUNTED, DEPTHS, width, num_warps=4,
+        PIECE, COUNTED, DEPTHS, width, **FUSED, num_warps=4,
     )  # fmt: skip
     collect[grid](
         logits, stride, rules, tops, counts, about, some, rows, vocab, pieces,
-        PIECE, most, DEPTHS, width, num_warps=4,
+        PIECE, most, DEPTHS, width, **FUSED, num_warps=4,
     )  # fmt: skip
     last_kept[(rows,)](
-        logits, stride, rules, about, some, kept, rows, vocab, COUNTED, most, num_warps=8
+        logits, stride, rules, about, some, kept, rows, vocab, COUNTED, most, **FUSED, num_warps=8
     )
     return kept
 

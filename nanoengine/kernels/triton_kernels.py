@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoengine.context import KVTarget
-from nanoengine.kernels.power_of_two import power_of_two
+from nanoengine.kernels.triton_launch import FUSED, power_of_two
 
 
 @triton.jit
@@ -123,7 +123,7 @@ class TritonKernels:
         size = x.shape[-1]
         _rms_norm[(x.shape[0] * heads,)](
             x, x, weight, out, eps, x.stride(0), x.stride(-2), heads, size,
-            power_of_two(size), False, num_warps=_warps(size),
+            power_of_two(size), False, **FUSED, num_warps=_warps(size),
         )  # fmt: skip
 
     def add_rms_norm(
@@ -133,7 +133,7 @@ class TritonKernels:
         size = x.shape[-1]
         _rms_norm[(len(x),)](
             x, residual, weight, out, eps, size, size, 1, size,
-            power_of_two(size), True, num_warps=_warps(size),
+            power_of_two(size), True, **FUSED, num_warps=_warps(size),
         )  # fmt: skip
 
     def rope_store(
@@ -146,7 +146,7 @@ class TritonKernels:
         _rope_store[(tokens, 2)](
             q, k, v, cos, sin, target.k_slots, target.v_slots, target.pool,
             q.stride(0), k.stride(0), v.stride(0),
-            heads, pad(heads), kv_heads, pad(kv_heads), half, pad(half), num_warps=4,
+            heads, pad(heads), kv_heads, pad(kv_heads), half, pad(half), **FUSED, num_warps=4,
         )  # fmt: skip
 
     def gate_mul(self, gate_up: Tensor, activation: str, out: Tensor) -> None:
@@ -155,7 +155,7 @@ class TritonKernels:
         tokens, size = out.shape
         step = min(2048, power_of_two(size))
         kernel[(tokens, triton.cdiv(size, step))](
-            gate_up, out, gate_up.stride(0), size, step, *constants, num_warps=_warps(step)
+            gate_up, out, gate_up.stride(0), size, step, *constants, **FUSED, num_warps=_warps(step)
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoengine.config.model import RecurrentConfig
 from nanoengine.context import ForwardContext, RecurrentState
-from nanoengine.kernels.power_of_two import power_of_two
+from nanoengine.kernels.triton_launch import FUSED, power_of_two
 from nanoengine.models.delta_net import DeltaNet, KimiNet
 from nanoengine.models.mamba import MambaNet
 from nanoengine.models.rules import RecurrentNet
@@ -279,21 +279,22 @@ def recurrence(x: Tensor, net: RecurrentNet, state: RecurrentState, ctx: Forward
         x, net.conv, bias, net.decay, net.dt_bias, state.inputs, *step, mixed, gates,
         num_seqs, x.stride(0), shape.key_dim**-0.5, net.step_by, shape.least_rate, *heads,
         shape.conv_size, pad(shape.conv_size), widest, is_delta, is_kimi, bool(shape.least_rate),
-        num_warps=1,
+        **FUSED, num_warps=1,
     )  # fmt: skip
     block, blocks = blocks_of(shape)
     share = pad(triton.cdiv(shape.channels, blocks * shape.num_value_heads))
     kept = shape.conv_size - 1
     scan[(blocks, shape.num_value_heads, num_seqs)](
         x, state.inputs, state.memory, *step, mixed, gates, skip, x.stride(0),
-        *heads, kept, pad(shape.key_dim), pad(kept), block, share, is_delta, is_kimi, num_warps=1,
+        *heads, kept, pad(shape.key_dim), pad(kept), block, share, is_delta, is_kimi,
+        **FUSED, num_warps=1,
     )  # fmt: skip
     groups = shape.num_value_heads if is_delta else shape.num_key_heads
     size = shape.value_size // groups
     gated_norm[(tokens, groups)](
         x, mixed, net.norm, out, net.eps, gate_by, x.stride(0), shape.channels - shape.value_size,
         shape.channels, groups, size, pad(size), is_delta, is_kimi, shape.norm,
-        num_warps=min(16, max(1, pad(size) // 256)),
+        **FUSED, num_warps=min(16, max(1, pad(size) // 256)),
     )  # fmt: skip
     return out
 

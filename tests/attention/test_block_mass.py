@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,18 @@ def some_batch(lengths: tuple[list[int], list[int]] = LENGTHS, **settings: Any) 
             part *= 1 + number % 3
             batch.k_pool[block, : len(part)] = part
     return batch
+
+
+@pytest.mark.parametrize("groups", [(1, 3), (3, 1)])
+def test_layers_may_have_other_numbers_of_heads(make: Make, groups: tuple[int, int]) -> None:
+    """As Laguna's."""
+    batches = [some_batch(FEW, group=group) for group in groups]
+    backend, mass = make(AttentionConfig(24)), no_mass(batches[0])
+    first, second = (context_of(batch, whole(batch), mass) for batch in batches)
+    backend.run(0, batches[0].q, first)
+    backend.run(1, batches[1].q, replace(first, kv=second.kv))
+    want = sum(batch.mass() for batch in batches)
+    torch.testing.assert_close(mass.double(), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.some(1)

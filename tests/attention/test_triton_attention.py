@@ -30,6 +30,7 @@ from torch import Tensor
 
 from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget
+from nanoengine.errors import ConfigError
 from nanoengine.models.activations import clamped_swiglu, gelu_mul, silu_mul
 from nanoengine.models.layer_ops import TorchOps
 from nanoengine.models.products import Norm
@@ -39,6 +40,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from any_rows import use_dots_of_any_rows
 
 from nanoengine.attention import triton_attention
+from nanoengine.attention.select import AttentionSetup, make_attention
 from nanoengine.attention.triton_attention import TritonAttention, query_tiles
 from nanoengine.kernels.cuda_graph import graph_size
 from nanoengine.kernels.triton_kernels import TritonKernels
@@ -348,6 +350,17 @@ def test_the_shared_memory_of_an_amd_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert triton_attention._shared_memory(torch.device("cuda")) == 64 << 10
     there.shared_memory_per_block_optin = 99 << 10
     assert triton_attention._shared_memory(torch.device("cuda")) == 99 << 10
+
+
+def test_heads_that_do_not_fit_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latents of DeepSeek, of 576, on a GeForce: in float32 a program takes too much memory."""
+    monkeypatch.setattr(triton_attention, "_shared_memory", lambda _: 99 << 10)
+    monkeypatch.setattr(triton_attention, "copies_boxes", lambda _: False)
+    asked = AttentionSetup(torch.device("cuda"), torch.bfloat16, 256, AttentionConfig(576))
+    made, _ = make_attention("triton", asked)
+    assert made.name.startswith("Triton")
+    with pytest.raises(ConfigError, match="heads of 576 need 193 KiB of a GPU with 99 KiB"):
+        make_attention("triton", replace(asked, dtype=torch.float32))
 
 
 # -- compiled, without a GPU -----------------------------------------------------------------------

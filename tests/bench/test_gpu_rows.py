@@ -46,6 +46,15 @@ def test_a_row_that_fails_leaves_the_others_and_its_own_first_parts(tmp_path: Pa
     assert not is_ok(result, ["first", "last"])
 
 
+def test_no_row_begins_when_the_time_is_over(tmp_path: Path) -> None:
+    file, result = tmp_path / "result.json", {}
+    rows = {"first": lambda: time.sleep(0.2), "second": lambda: {"speed": 3}}
+    run_rows(rows, result, {}, file, seconds=0.1)
+    assert result["not_run"] == ["second"] and "second" not in result
+    assert json.loads(file.read_text())["not_run"] == ["second"]
+    assert is_ok(result, [*rows])
+
+
 @pytest.mark.parametrize(
     ("found", "ok"),
     [

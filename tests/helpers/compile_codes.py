@@ -1,5 +1,6 @@
 """Compiles products of codes for GPUs that need not be here, and says in JSON, a line for each
-kernel, what became of it: `python compile_codes.py FORMATS CAPABILITIES`, both with commas.
+kernel, what became of it: `python compile_codes.py FORMATS CAPABILITIES DTYPE`, the first two with
+commas.
 """
 
 from __future__ import annotations
@@ -75,11 +76,15 @@ def spilled_bytes(made: Any) -> int:
     return int(stack)
 
 
-def calls(name: str) -> None:
+def calls(name: str, dtype: torch.dtype) -> None:
     """One row and few, with a merge; many; more, unpacked; rows of experts, few; a gather."""
     rows = random_rows(name, OUTPUTS, INPUTS)
-    weight = CodedWeight((rows,), torch.bfloat16)
-    product = TritonCodes().pack(weight, torch.zeros(OUTPUTS, dtype=torch.bfloat16))
+    weight = CodedWeight((rows,), dtype)
+    product = TritonCodes().pack(weight, torch.zeros(OUTPUTS, dtype=dtype))
+
+    def values(tokens: int) -> Tensor:
+        return torch.zeros(tokens, INPUTS, dtype=dtype)
+
     for tokens in (1, 64):
         product(values(tokens))
     product.in_float(values(128))
@@ -89,14 +94,10 @@ def calls(name: str) -> None:
     product.gather_rows(torch.arange(4))
 
 
-def values(tokens: int) -> Tensor:
-    return torch.zeros(tokens, INPUTS, dtype=torch.bfloat16)
-
-
-def main(formats: str, capabilities: str) -> None:
+def main(formats: str, capabilities: str, dtype: str) -> None:
     for name in formats.split(","):
         for capability in map(int, capabilities.split(",")):
-            for made in compiled(lambda name=name: calls(name), capability):
+            for made in compiled(lambda name=name: calls(name, getattr(torch, dtype)), capability):
                 ptx = made.asm["ptx"]
                 found = {
                     "format": name,

@@ -299,7 +299,7 @@ def test_all_compile_for_a_gpu(formats: str, capabilities: str) -> None:
     (else a step waits for memory), tensor cores multiply, numbers are rounded to the nearest, and
     it fits the shared memory of a card of that kind.
     """
-    made = compiled_by(HELPER, formats, capabilities)
+    made = compiled_by(HELPER, formats, capabilities, "bfloat16")
     kernels = [each["kernel"] for each in made]
     few = "few_rows", "merge"
     one_each = [*few, *few, "product", "unpack", "choose", *few, "gather"]
@@ -314,6 +314,22 @@ def test_all_compile_for_a_gpu(formats: str, capabilities: str) -> None:
         assert each["rounded"] or each["kernel"] in ("few_rows", "choose"), each
         if each["kernel"] in ("product", "few_rows"):
             assert each["tensor_cores"] and each["copied_ahead"] >= 2, each
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [
+        pytest.param("Q8_0", marks=pytest.mark.breadth),
+        *(
+            pytest.param(",".join(formats), marks=pytest.mark.slow)
+            for formats in ([*FORMATS][first : first + 6] for first in range(0, len(FORMATS), 6))
+        ),
+    ],
+)
+def test_float32_fits_a_gpu_too(formats: str) -> None:
+    """Of a GeForce, which has 99 KiB of shared memory."""
+    for each in compiled_by(HELPER, formats, "86", "float32"):
+        assert each["shared"] <= 99 << 10, each
 
 
 def test_only_nvidias_gpus_get_lines_of_their_assembler(monkeypatch: pytest.MonkeyPatch) -> None:
