@@ -30,6 +30,7 @@ from nanoengine.api.request_forms import (
 )
 from nanoengine.api.stats import EngineStats
 from nanoengine.api.streaming import DeltaStream
+from nanoengine.api.work_threads import in_own_thread
 from nanoengine.config.engine import NAMES, Settings, shows_settings
 from nanoengine.errors import RequestError, ends_at_the_user, without_our_lines
 from nanoengine.outputs import RequestOutput
@@ -234,10 +235,13 @@ class AsyncLLM:
         )
 
     async def _prepare(self, params: OneParams) -> None:
-        """Compile the grammar of a form in a thread of its own, too; it is kept."""
+        """Compile the grammar of a form, which is kept. It may take seconds, and others wait for
+        it: not in asyncio's few threads, for which the process would wait, too.
+        """
         given, inputs = one_params(params), self._engine.inputs
-        if given is not None and (form := given.form) is not None:
-            await asyncio.to_thread(lambda: inputs.grammars.state_of(form))
+        form = None if given is None else given.form
+        if form is not None and not inputs.grammars.has(form):
+            await in_own_thread(lambda: inputs.grammars.state_of(form))
 
     async def _begun(
         self,

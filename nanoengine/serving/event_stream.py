@@ -131,24 +131,23 @@ class _Link:
 async def unless_gone(
     request: Request,
     work: Coroutine[Any, Any, Result],
-    until_end: Coroutine[Any, Any, None] | None = None,
+    until_end: Coroutine[Any, Any, None],
 ) -> Result | None:
     """The result of `work`; None if the client leaves before, which ends the work. until_end: ends
     it as well, by an error.
     """
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(until_gone(request.receive))
-    ending = [asyncio.create_task(until_end)] if until_end else []
+    ending = asyncio.create_task(until_end)
     try:
-        await asyncio.wait([working, leaving, *ending], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([working, leaving, ending], return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        for each in ending:
-            if each.done():
-                each.result()
+        if ending.done():
+            ending.result()
         return None
     finally:
-        await ended(working, leaving, *ending)
+        await ended(working, leaving, ending)
 
 
 async def until_gone(receive: Receive) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from json import dumps
 from typing import Any
 
 from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
@@ -151,9 +152,14 @@ def _step_events(step: Step, item: Item, new: str) -> list[Event]:
         block = _block(item) | BEGINS.get(item.kind, {})
         return [_event("content_block_start", index=item.index, content_block=block)]
     if step is Step.GROWS:
-        return [_delta(item, *DELTAS[item.kind], new)]
-    signed = [_delta(item, *SIGNED, item.id)] if item.kind is Kind.REASONING else []
-    return [*signed, _event("content_block_stop", index=item.index)]
+        return [] if item.kind is Kind.NAME else [_delta(item, *DELTAS[item.kind], new)]
+    last = []
+    if item.kind is Kind.REASONING:
+        last = [_delta(item, *SIGNED, item.id)]
+    if item.kind is Kind.NAME:  # whole: Anthropic's client raises for what is no object of JSON
+        arguments = dumps(_input(item.text), ensure_ascii=False)
+        last = [_delta(item, *DELTAS[item.kind], arguments)]
+    return [*last, _event("content_block_stop", index=item.index)]
 
 
 def _delta(item: Item, kind: str, name: str, new: str) -> Event:

@@ -11,13 +11,13 @@ from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 from nanoengine.api.request_forms import Tools, template_variables
+from nanoengine.api.work_threads import WorkThreads
 from nanoengine.errors import InvalidParamsError
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_logprobs import TokenBytes
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
 from nanoengine.serving.options import ServerOptions
 from nanoengine.serving.refusals import Refusal
-from nanoengine.serving.work_threads import WorkThreads
 from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.checked_json import strict_json
 from nanoengine.text.detokenizer import token_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -64,10 +64,16 @@ class Service:
     async def _in_thread(self, request: Request, work: Callable[[], Result]) -> Result:
         """The result of work for a request, until its client leaves or the server ends."""
         running = self.prompts.run(work, request.state.is_large)
-        made = await unless_gone(request, running, self.open.until_end())
+        made = await self._unless_gone(request, running)
         if made is None:
             raise ClientDisconnect
         return made
+
+    async def _unless_gone(
+        self, request: Request, work: Coroutine[Any, Any, Result]
+    ) -> Result | None:
+        """As unless_gone, until the server ends."""
+        return await unless_gone(request, work, self.open.until_end())
 
     def check_model(self, name: str | None) -> None:
         """Raise Refusal for the name of another model; without a name this one is meant."""
@@ -95,9 +101,9 @@ class Service:
         with _form_named(asked), ExitStack() as held:
             prompts = await self.prompts_of(request, asked)
             if asked.streaming is None:
-                answer = await unless_gone(request, self._whole(asked, prompts, writer))
+                answer = await self._unless_gone(request, self._whole(asked, prompts, writer))
                 return GONE if answer is None else answer
-            streams = await unless_gone(request, self._streams(asked, prompts, held))
+            streams = await self._unless_gone(request, self._streams(asked, prompts, held))
             if streams is None:
                 return GONE
             return EventStream(

@@ -13,6 +13,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 MAX_END = 64  # characters of what ends a part of an answer
+MAX_HELD_SPACES = 256  # before the end of a part, of which they are not
 
 
 class Kind(Enum):

@@ -53,6 +53,11 @@ class Grammars:
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._num_bytes = 0
 
+    def has(self, form: StructuredOutputsParams) -> bool:
+        """Whether a form is compiled, so that nobody waits for it."""
+        with self._lock:
+            return form.source in self._compiled
+
     def state_of(self, form: StructuredOutputsParams) -> GrammarState:
         """A state at the beginning of a text. Raises InvalidParamsError if there is no such
         grammar, or none that is simple enough.

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, Steps, first_of, num_held_back
+from nanoengine.text.answer_pieces import (
+    MAX_HELD_SPACES,
+    Kind,
+    Piece,
+    PieceReader,
+    Steps,
+    first_of,
+    num_held_back,
+)
 from nanoengine.text.tokenizer import Tokenizer
 
 
@@ -217,11 +225,11 @@ class ReasoningParser(PieceReader):
             certain, mark = first_of(self.left, marks)
             if not mark:
                 certain = len(self.left) - num_held_back(self.left, (end, *marks))
-            yield Piece(Kind.REASONING, self.take(len(self.left[:certain].rstrip("\n"))))
+            yield Piece(Kind.REASONING, self.take(_without_breaks(self.left[:certain])))
             yield None
         text = self.left[: at if at >= 0 else self._before_call()]
         self.take(len(text) + (len(end) if at >= 0 else 0))
-        yield Piece(Kind.REASONING, text.rstrip("\n"))
+        yield Piece(Kind.REASONING, text[: _without_breaks(text)])
 
     def _before_call(self) -> int:
         """Where the first call begins; the end of the text if there is none."""
@@ -237,3 +245,10 @@ class ReasoningParser(PieceReader):
                 return start
             start += len(mark)
         return len(self.left)
+
+
+def _without_breaks(text: str) -> int:
+    """Characters before the line breaks at the end of thoughts. Only so many are held back: a model
+    may write nothing else.
+    """
+    return max(len(text.rstrip("\n")), len(text) - MAX_HELD_SPACES)

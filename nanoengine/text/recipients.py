@@ -63,11 +63,13 @@ class RecipientParser(PieceReader):
 
     def _message(self, kind: Kind) -> Steps[str | None]:
         """Give out a message, and take what ends it. Returns as `_header`."""
-        marks = (*ENDS, MESSAGE)
+        marks, is_in_word = (*ENDS, MESSAGE), False
         while True:
             at, mark = first_of(self.left, marks)
             if mark == MESSAGE:
                 switch = SWITCH.search(self.left, max(0, at - MAX_SWITCH), at)
+                if is_in_word and self.left.startswith("to=") and switch and not switch.start():
+                    switch = None  # of a word that began before what is left
                 yield Piece(kind, self.take(at if switch is None else switch.start()))
                 self.take(len(MESSAGE) + (len(switch[0]) if switch else 0))
                 return switch[1] if switch else "user"
@@ -80,7 +82,9 @@ class RecipientParser(PieceReader):
                 return None
             certain = len(self.left) - num_held_back(self.left, marks)
             held = MAY_SWITCH.search(self.left, max(0, certain - MAX_SWITCH), certain)
-            yield Piece(kind, self.take(held.start() if held else certain))
+            given = self.take(held.start() if held else certain)
+            is_in_word = bool(re.search(r"\w$", given)) if given else is_in_word
+            yield Piece(kind, given)
             yield None
 
 

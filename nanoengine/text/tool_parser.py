@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoengine.text.answer_pieces import (
+    MAX_HELD_SPACES,
     Kind,
     Piece,
     PieceReader,
@@ -35,7 +36,6 @@ from nanoengine.text.tool_syntax import (
 )
 
 MAX_HEAD = 256  # characters before a call's name is known; the patterns match no more
-MAX_HELD_SPACES = 256
 MAX_FAILED = 16  # marks without a call; the rest is text
 KEYS = "name|arguments|parameters|type|id"  # of an object that is a call
 # With limits, so that a text that is no call is searched again and again at no cost.

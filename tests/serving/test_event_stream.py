@@ -190,9 +190,12 @@ def test_work_ends_when_its_client_leaves() -> None:
         async def at_once() -> int:
             return 1
 
+        async def never() -> None:
+            await asyncio.Event().wait()
+
         client = Client(leaves_after=1)
-        assert await unless_gone(Asked(client), at_once()) == 1
-        waiting = asyncio.ensure_future(unless_gone(Asked(client), forever()))
+        assert await unless_gone(Asked(client), at_once(), never()) == 1
+        waiting = asyncio.ensure_future(unless_gone(Asked(client), forever(), never()))
         await asyncio.sleep(0)
         await client.send({})
         assert await waiting is None and ended == [True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from dataclasses import replace
@@ -19,6 +20,7 @@ from nanoengine.serving.openai_keys import EMPTY, IGNORED
 from nanoengine.serving.openai_requests import ChatRequest, Streaming
 from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.reasoning import BY_NAME as REASONING
+from nanoengine.text.tool_syntax import BY_NAME
 
 DEFAULTS = SamplingParams(top_k=7)
 ASKED = [{"role": "user", "content": "Hi"}]
@@ -250,6 +252,25 @@ def test_thoughts_are_signed() -> None:
     whole = replace(output(), outputs=[replace(output().outputs[0], text=text)])
     assert all(data["delta"]["signature"] for _, data in events[2:3])
     assert made.whole([whole])["content"][0]["signature"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": "b"}', '{"a": broken}', '{"a": "line\nbreak"}', "{'a': 1}", '{"a": "xy'],
+)
+def test_a_streamed_call_is_the_whole_one(arguments: str) -> None:
+    """And an object of JSON, without which Anthropic's client raises."""
+    parsers = ChatParsers(BY_NAME["hermes"], shows_tools=True)
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    made = MessagesWriter(read(tools=tools), "7", "m", parsers)
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    made.begin(RequestOutput(0, "p", [1, 2, 3], [], finished=False), 0)
+    events = made.of([StreamDelta(0, 0, text, (1,), "stop")], 0)
+    (whole,) = made.whole([replace(output(), outputs=[replace(output().outputs[0], text=text)])])[
+        "content"
+    ]
+    streamed = [json.loads(data["delta"]["partial_json"]) for _, data in events[1:-1]]
+    assert streamed == [whole["input"]]
 
 
 KEPT = {"type": "clear_thinking_20251015", "keep": "all"}

@@ -166,6 +166,61 @@ def test_shutdown_ends_requests_that_are_being_read(
             assert b"server_stopping" in answer or b"overloaded_error" in answer
 
 
+@contextmanager
+def slow_compiler(server: LiveServer) -> Iterator[None]:
+    """A regular expression of x's is not compiled until the end."""
+    gate = threading.Event()
+    grammars: Any = server.on_engine(lambda llm: llm.llm_engine.inputs.grammars)
+    compile_one = grammars._compile
+
+    def slow(source: tuple[str, str]) -> Any:
+        assert "x" not in source[1] or gate.wait(60)
+        return compile_one(source)
+
+    grammars._compile = slow
+    try:
+        yield
+    finally:
+        gate.set()
+        del grammars._compile
+
+
+def in_form(regex: str) -> dict[str, Any]:
+    return SHORT | {"structured_outputs": {"regex": regex}}
+
+
+def test_forms_that_take_long_to_compile_hold_up_no_known_ones(
+    tiny: Callable[[str], Path],
+) -> None:
+    with live_server(tiny("llama")) as server:
+        assert server.post(COMPLETIONS, **in_form("a+"))[0] == 200
+        with slow_compiler(server):
+            links = [server.connect(COMPLETIONS, **in_form("x" * n)) for n in range(1, 13)]
+            until(lambda: len(server.server.server_state.tasks) == len(links))
+            assert server.post(COMPLETIONS, **in_form("a+"))[0] == 200
+            assert server.post(COMPLETIONS, **in_form("b+"))[0] == 200
+        for link in links:
+            with link:
+                read_until(link, b'"finish_reason"')
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_shutdown_ends_requests_whose_forms_are_compiled(
+    tiny: Callable[[str], Path], stream: bool
+) -> None:
+    with live_server(tiny("llama"), drain_seconds=0.2) as server, slow_compiler(server):
+        links = [
+            server.connect(COMPLETIONS, **in_form("x" * number), stream=stream)
+            for number in range(1, 11)
+        ]
+        until(lambda: len(server.server.server_state.tasks) == len(links))
+        server.server.should_exit = True
+        for link in links:
+            with link:
+                answer = rest_of(link)
+            assert answer.startswith(b"HTTP/1.1 503 ") and b"server_stopping" in answer
+
+
 def test_a_chat_of_more_messages_than_tokens_is_not_rendered(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

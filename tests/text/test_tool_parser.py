@@ -456,6 +456,7 @@ def test_channels(cuts: list[int]) -> None:
         (" to=self<|message|>hm goto=user", "hm goto=user", "", []),
         (f"{TO_SELF} to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Hi.", "hmhm",
          "Hi.", []),
+        (" to=user<|message|>run goto=self<|message|>now", "", "run goto=selfnow", []),
         # Cut off within a header, or within thoughts.
         (f"{TO_SELF} to=us", "hm", "", []),
         (" to=sel", "", "", []),
@@ -476,6 +477,18 @@ def test_messages_to_recipients(
     assert (message.reasoning, message.content, calls_of(message)) == (thoughts, content, calls)
     letters = list(range(len(text)))
     assert parted(parsers.parser("<|start|>assistant", use), text, letters) == whole
+
+
+@pytest.mark.parametrize("num", [3, 256, 300])
+def test_thoughts_may_end_in_many_line_breaks(num: int) -> None:
+    """Only so many are held back, and dropped: a model that writes nothing else takes no longer."""
+    text = f"hm{chr(10) * num}</think>yes"
+    found = []
+    for cuts in ([], list(range(len(text)))):
+        made = AnswerParser([ReasoningParser(REASONING["qwen3"], True)], None)
+        message = message_of(parted(made, text, cuts))
+        found.append((message.reasoning, message.content))
+    assert found[0] == found[1] == ("hm" + "\n" * max(0, num - 256), "yes")
 
 
 @pytest.mark.parametrize("name", ["glm47", "minimax_m2", "poolside_v1", "qwen3"])

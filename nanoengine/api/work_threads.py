@@ -43,10 +43,20 @@ class WorkThreads:
     @staticmethod
     def _serve(waiting: SimpleQueue[Work | None]) -> None:
         while (each := waiting.get()) is not None:
-            future, work = each
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(work())
-                except BaseException as error:
-                    future.set_exception(error)
-            del each, future, work  # a body's bytes need not wait for the next one
+            _do(*each)
+            del each  # a body's bytes need not wait for the next one
+
+
+async def in_own_thread(work: Callable[[], Result]) -> Result:
+    """The result of `work`, done in a thread that does not keep the process from ending."""
+    future: Future[Result] = Future()
+    threading.Thread(target=_do, args=(future, work), daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _do(future: Future[Any], work: Callable[[], Any]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
