@@ -52,6 +52,7 @@ def make_app(service: Service) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # to the name that the client gave, without its proxy's scheme
         responses=openapi.RESPONSES_OF_ALL,
     )
     app.router.route_class = _ToldRoute
@@ -135,6 +136,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return model
 
+    @app.head("/health", response_class=Response, include_in_schema=False)
     @app.get("/health", response_class=Response)
     @app.get("/ping", response_class=Response)
     async def health() -> Response:
@@ -155,6 +157,7 @@ def _add_page(app: FastAPI, service: Service) -> None:
     """The chat page, and what it asks about memory."""
     page = chat_page()
 
+    @app.head(PAGE, include_in_schema=False)
     @app.get(PAGE, include_in_schema=False)
     async def chat_in_a_browser() -> Response:
         return Response(page.body, headers=page.headers, media_type="text/html")
@@ -166,6 +169,7 @@ def _add_page(app: FastAPI, service: Service) -> None:
 
 def _like(app: FastAPI, asked: str) -> str:
     """The path that differs from this one in its beginning, such as /v1, alone; "" if none does."""
+    asked = asked.rstrip("/") or asked
     paths = [
         route.path for route in app.routes if isinstance(route, APIRoute) and len(route.path) > 1
     ]

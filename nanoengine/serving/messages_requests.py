@@ -85,7 +85,7 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
 def _given_keys(body: object) -> dict[str, Any]:
     """As given_keys. To keep all thoughts is what is done anyway."""
     if isinstance(body, dict) and isinstance(managed := body.get("context_management"), dict):
-        edits = managed.get("edits")
+        edits = managed.get("edits", []) if managed.keys() <= {"edits"} else ""
         if edits is None or (isinstance(edits, list) and all(map(_keeps_all, edits))):
             body = {key: value for key, value in body.items() if key != "context_management"}
     return given_keys(body, KNOWN, REFUSED)

@@ -41,6 +41,7 @@ CODES: tuple[tuple[type[RequestError], str], ...] = (
 TOO_LONG = "the prompt is too long, this model's maximum context length is exceeded: "
 NAMES = {
     *(*PARAMS, *COMMON, *OWN[CHAT], *OWN[COMPLETIONS], "max_output_tokens", "text", TEXT_FORMAT),
+    "reasoning",
     *("include", "instructions", "metadata", "user"),
     *("continue_final_message", "add_generation_prompt"),
     *("add_special_tokens", "return_token_strs"),

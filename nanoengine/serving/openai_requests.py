@@ -123,7 +123,7 @@ def _completion(given: dict[str, Any], defaults: SamplingParams) -> CompletionRe
         params["max_tokens"] = 1
     if echo:
         params["prompt_logprobs"] = params.get("logprobs")
-    made = params_from(defaults, params, {OWN_FORM: form_key(given)})
+    made = params_from(defaults, params, _names(given))
     prompts = _prompts(given.get("prompt"), made.n)
     may_be_cut = "max_tokens" not in params  # nobody asked for the default
     return CompletionRequest(prompts, made, echo, echo_only, may_be_cut, **common_keys(given))
@@ -135,7 +135,7 @@ def _chat(given: dict[str, Any], defaults: SamplingParams) -> ChatRequest:
     params = {"max_tokens": None} | _params(given) | {"logprobs": _chat_logprobs(given)}
     return ChatRequest(
         plain_messages(given["messages"]),
-        params_from(defaults, params, {OWN_FORM: form_key(given)}),
+        params_from(defaults, params, _names(given)),
         with_effort(template_kwargs(given), given.get("reasoning_effort"), "reasoning_effort"),
         **common_keys(given),
         tools=read_tools(
@@ -154,6 +154,13 @@ def _params(given: dict[str, Any]) -> dict[str, Any]:
     if limit is not None and params.setdefault("max_tokens", limit) != limit:
         raise InvalidParamsError("max_tokens and max_completion_tokens differ; give one of them")
     return params
+
+
+def _names(given: dict[str, Any]) -> dict[str, str]:
+    """What the body calls fields."""
+    newer = "max_completion_tokens"
+    limit = {} if given.get(newer) is None or "max_tokens" in given else {"max_tokens": newer}
+    return {OWN_FORM: form_key(given)} | limit
 
 
 def common_keys(given: dict[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 
 from nanoengine.errors import MAX_COUNT, ConfigError, integer, number, shown
 from nanoengine.text.reasoning import BY_NAME as REASONING_PARSERS
 from nanoengine.text.tool_syntax import BY_NAME as TOOL_PARSERS
 
 MAX_SECONDS = 86400.0
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PREFIXES = ("nanoengine", "vllm")
 API_KEY = "NANOENGINE_API_KEY"  # a variable of the environment
 # Field -> what it is; --help shows it.
@@ -95,12 +96,18 @@ class ServerOptions:
     @property
     def is_open(self) -> bool:
         """Whether other machines may call without a key."""
-        return self.api_key is None and self.host not in LOOPBACK
+        return self.api_key is None and not self._is_loopback
 
     @property
     def is_for_this_machine(self) -> bool:
         """Whether the programs of this machine alone may call, without a key."""
-        return self.api_key is None and self.host in LOOPBACK
+        return self.api_key is None and self._is_loopback
+
+    @property
+    def _is_loopback(self) -> bool:
+        with suppress(ValueError):
+            return ip_address(self.host).is_loopback
+        return self.host == "localhost"
 
 
 def _out_of_range(name: str, range_: str, given: object) -> ConfigError:

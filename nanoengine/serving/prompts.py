@@ -150,6 +150,6 @@ def _check_echo(request: CompletionRequest, prompts: list[Prepared]) -> None:
 def json_of(body: bytes) -> Any:
     """The value of a JSON text. Raises Refusal if it is none."""
     try:
-        return strict_json(body)
+        return strict_json(body.decode())  # of a message's bytes json would read UTF-16, too
     except ValueError as error:
         raise Refusal(400, "invalid_json", f"the body is no JSON: {error}") from None

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, shown
+from nanoengine.serving.tool_spaces import full_name
 from nanoengine.text.tools import A_TOOL, ALLOWED, AUTO, NONE, REQUIRED, ToolUse, read_tools
 
 # Anthropic's choices: what they are in a chat, where the last one is a name.
@@ -20,9 +21,10 @@ def responses_tools(tools: Any, choice: Any, is_parallel: bool) -> ToolUse | Non
     InvalidParamsError.
     """
     if isinstance(choice, Mapping) and "name" in choice:
-        choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
+        choice = {"type": choice.get("type"), "function": {"name": _named(choice)["name"]}}
     elif isinstance(choice, Mapping) and choice.get("type") == ALLOWED:
-        some = {"mode": choice.get("mode"), "tools": _each(choice.get("tools"), _of_response)}
+        allowed = _each(_each(choice.get("tools"), _named), _of_response)
+        some = {"mode": choice.get("mode"), "tools": allowed}
         choice = {"type": ALLOWED, ALLOWED: some}
     names = {A_TOOL: '{"type": "function", "name": ..., "parameters": ...}', ".function": ""}
     return _read(_each(tools, _of_response), choice, is_parallel, names)
@@ -90,6 +92,14 @@ def _read(tools: Any, choice: Any, is_parallel: bool, names: Mapping[str, str]) 
 
 def _each(tools: Any, chats: Any) -> Any:
     return [chats(tool) for tool in tools] if isinstance(tools, list) else tools
+
+
+def _named(tool: Any) -> Any:
+    """A function of a space by the name that the model sees."""
+    if not isinstance(tool, Mapping) or "namespace" not in tool:
+        return tool
+    own = {key: value for key, value in tool.items() if key != "namespace"}
+    return own | {"name": full_name(tool["namespace"], tool.get("name"))}
 
 
 def _of_response(tool: Any) -> Any:

@@ -285,12 +285,18 @@ def test_a_context_that_is_kept_whole_passes(managed: Any, reader: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "edit", [KEPT | {"keep": {"value": 1}}, KEPT | {"type": "clear_tool_uses_20250919"}, "a"]
+    "managed",
+    [
+        {"edits": [KEPT | {"keep": {"value": 1}}]},
+        {"edits": [KEPT | {"type": "clear_tool_uses_20250919"}]},
+        {"edits": ["a"]},
+        {"edits": [KEPT], "compact": True},
+    ],
 )
-def test_one_that_is_to_be_cut_does_not(edit: Any) -> None:
+def test_one_that_is_to_be_cut_does_not(managed: Any) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
     with pytest.raises(InvalidParamsError, match=r"context_management.*not cut or made shorter"):
-        read_messages(body | {"context_management": {"edits": [edit]}}, SamplingParams())
+        read_messages(body | {"context_management": managed}, SamplingParams())
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,7 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         (COMPLETIONS, {"best_of": True}, "best_of=True is not supported: answers are not"),
         (COMPLETIONS, {"temperature": -1}, "temperature must be between 0 and 100, got -1"),
         (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "differ; give one"),
+        (CHAT, {"max_completion_tokens": -1}, "max_completion_tokens must be between 1 and"),
         (CHAT, {"messages": None}, 'needs "messages"'),
         (CHAT, {"logprobs": 5}, "logprobs of a chat must be true or false, got 5; top_logprobs"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs=2 needs logprobs=true"),

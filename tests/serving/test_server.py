@@ -147,6 +147,7 @@ def test_what_is_here(server: LiveServer, tiny: Callable[[str], Path]) -> None:
     assert server.get("/v1/models/tiny") == (200, model)
     assert server.get("/v1/models/") == (200, models)
     assert server.get("/health") == server.get("/ping") == (200, None)
+    assert [server.ask("HEAD", path)[0] for path in ("/health", "/")] == [200, 200]
     assert server.get("/version") == (200, {"version": nanoengine.__version__})
 
 
@@ -213,6 +214,8 @@ def test_tokens_with_tools(tool_server: LiveServer) -> None:
         ("POST", COMPLETIONS, b'{"prompt": NaN}', 400, "invalid_json", "NaN is no number"),
         ("POST", COMPLETIONS, b"[" * 99999, 400, "invalid_json", "nested too deeply"),
         ("POST", COMPLETIONS, b'"\xff"', 400, "invalid_json", "the body is no JSON"),
+        ("POST", COMPLETIONS, '"a"'.encode("utf-16"), 400, "invalid_json", "the body is no JSON"),
+        ("POST", COMPLETIONS, '"a"'.encode("utf-8-sig"), 400, "invalid_json", "UTF-8 BOM"),
         ("POST", COMPLETIONS, [1], 400, "invalid_prompt", "must be a JSON object"),
         ("POST", "/tokenize", {}, 400, "invalid_prompt", "prompt must be a text"),
         ("POST", "/tokenize", {"prompt": "a", "add_special_tokens": 1}, 400, "invalid_value", "tr"),
@@ -227,6 +230,7 @@ def test_tokens_with_tools(tool_server: LiveServer) -> None:
         ("GET", "/v1/models/x", None, 404, "model_not_found", "this server has 'tiny'"),
         ("GET", CHAT, None, 405, "method_not_allowed", "another method"),
         ("POST", "/chat/completions", {}, 404, "unknown_url", f"did you mean {CHAT}?"),
+        ("POST", f"{CHAT}/", {}, 404, "unknown_url", f"did you mean {CHAT}?"),
         ("POST", "/v1/v1/messages", {}, 404, "unknown_url", "did you mean /v1/messages?"),
         ("POST", "/v1/embeddings", {}, 404, "unknown_url", "it computes no embeddings"),
         ("POST", "/v1/images/generations", {}, 404, "unknown_url", "reads and writes text alone"),

@@ -697,12 +697,13 @@ def test_a_page_whose_name_leads_here_may_not_call(tiny: Callable[[str], Path]) 
     """DNS rebinding: to a browser the server is then the page's own site."""
     near = ("127.0.0.1", "[::1]:80", "localhost:8000", "box", "host.docker.internal", "192.0.2.1:9")
     far = ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example")
-    with live_server(tiny("llama")) as server:
-        assert {server.ask("GET", "/v1/models", Host=name)[0] for name in near} == {200}
-        for name in far:
-            status, error = server.get("/v1/models", Host=name)
-            assert (status, error["error"]["code"]) == (403, "unknown_host")
-            assert server.ask("POST", CHAT, {}, Host=name)[0] == 403
+    for host in ("127.0.0.1", "127.0.0.2"):
+        with live_server(tiny("llama"), host=host) as server:
+            assert {server.ask("GET", "/v1/models", Host=name)[0] for name in near} == {200}
+            for name in far:
+                status, error = server.get("/v1/models", Host=name)
+                assert (status, error["error"]["code"]) == (403, "unknown_host")
+                assert server.ask("POST", CHAT, {}, Host=name)[0] == 403
     for options in (
         {"api_key": "k"},
         {"allow_origins": ("https://evil.example",)},

@@ -360,6 +360,13 @@ def test_functions_of_a_space_have_a_name_of_both() -> None:
     assert request.repeated["tools"] == [SPACE, OFFLINE]
     (call,) = request.chat.messages[-1]["tool_calls"]
     assert call["function"]["name"] == "agents__close"
+    one = {"type": "function", "namespace": "agents", "name": "close"}
+    body = {"input": items, "tools": [SPACE, *FLAT], "tool_choice": one}
+    must = read_responses(body, SamplingParams()).chat.tools
+    body["tool_choice"] = {"type": "allowed_tools", "mode": "required", "tools": [one]}
+    some = read_responses(body, SamplingParams()).chat.tools
+    assert must is not None and some is not None
+    assert must.choice == "agents__close" and [*some.schemas] == ["agents__close"]
     text = '<tool_call>{"name": "agents__close", "arguments": {}}</tool_call>'
     output = RequestOutput(0, "p", [1], [CompletionOutput(0, text, [1], "stop")], finished=True)
     whole = ResponsesWriter(request, "7", "m", lambda _: b"", PARSERS).whole([output])
