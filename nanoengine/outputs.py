@@ -116,7 +116,7 @@ class StreamDelta(str):
     token_ids, if requested. message: in a chat, what the text says; it may come later.
     """
 
-    request_id: int
+    request_id: int | str
     index: int = field()  # type: ignore[assignment]  # hides str.index, which nobody needs here
     text: str
     token_ids: tuple[int, ...]

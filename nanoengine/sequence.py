@@ -164,7 +164,8 @@ class SequenceOutput:
     text: set when a stop string cut it. text_stream: turns tokens into text as they come, where
     that is needed. scores, prompt_scores: of its tokens and of the prompt's from the second on,
     where asked for. error: why it failed. ends_in_token: the last token only ends the text.
-    may_be_nan: no token could be chosen, perhaps by logits that are no numbers.
+    nan_from: no token could be chosen, perhaps as logits are no numbers; nor may be the KV from
+    this position on. None: a token could.
     """
 
     text: str | None = None
@@ -175,7 +176,7 @@ class SequenceOutput:
     stop_reason: int | str | None = None
     error: RequestError | None = None
     ends_in_token: bool = False
-    may_be_nan: bool = False
+    nan_from: int | None = None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -322,9 +323,10 @@ class Sequence:
         only what other parameters forbid.
         """
         params, number = self.request.params, self.num_tokens
-        self.output.may_be_nan = True
         others = ("allowed_token_ids", "bad_words", "min_tokens")
         named = [name for name in others if getattr(params, name)] if params.is_held else []
+        # Where a request may forbid all tokens, it must not take from others what they computed.
+        self.output.nan_from = self.num_cached if named else 0
         if not named:
             self.fail(LogitsError.for_token(number))
             return
@@ -413,6 +415,12 @@ class ScheduledBatch:
         return sum(item.num_tokens for item in self.items)
 
     @property
+    def sampled(self) -> list[tuple[Sequence, int]]:
+        """The sequence and the position of each row after which a token is sampled."""
+        ends = ((item, item.start + item.num_tokens) for item in self.items)
+        return [(item.seq, at) for item, end in ends for at in range(end - item.num_samples, end)]
+
+    @property
     def num_drafts(self) -> int:
         """Tokens of these that the step is to draft itself."""
         return sum(item.num_drafts for item in self.items)
@@ -442,7 +450,7 @@ class ScheduledBatch:
     @property
     def scores_prompts(self) -> bool:
         """Whether a request asks for log probabilities of its prompt."""
-        return any(item.seq.request.params.prompt_logprobs is not None for item in self.items)
+        return any(item.seq.request.scores_prompt for item in self.items)
 
     @property
     def is_decode(self) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -34,6 +35,7 @@ from nanoengine.api.work_threads import in_own_thread
 from nanoengine.config.engine import NAMES, Settings, shows_settings
 from nanoengine.errors import RequestError, ends_at_the_user, without_our_lines
 from nanoengine.outputs import RequestOutput
+from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.known_methods import explains_methods
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
@@ -205,13 +207,14 @@ class AsyncLLM:
         """The stream of a prompt. A text is encoded in a thread of its own, so that a long one
         holds up neither the caller's loop nor other requests.
         """
+        arrival = time.perf_counter()
         await self._prepare(params)
         given = given_prompt(prompt)
         if isinstance(given.prompt, str):
             ids = await asyncio.to_thread(self._engine.inputs.encode, given.prompt)
             salt = given.cache_salt
             prompt = {"prompt_token_ids": ids, "prompt": given.prompt, "cache_salt": salt}
-        return await self._begun(lambda llm: llm.stream(prompt, params), request_id)
+        return await self._begun(lambda llm: llm.stream(prompt, params), request_id, arrival)
 
     async def _opened_chat(
         self,
@@ -222,7 +225,9 @@ class AsyncLLM:
         tools: tuple[Tools, Any],
     ) -> AsyncDeltaStream:
         """The same of a conversation. tools: with their choice."""
-        rules, held = await self.call(lambda llm: llm.held_chat(params, *tools))
+        arrival, defaults = time.perf_counter(), self._engine.inputs.default_params
+        rules = await asyncio.to_thread(lambda: ChatRules.of(self._parsers, *tools))
+        held = rules.params(one_params(params) or defaults)
         await self._prepare(held)
 
         def rendered() -> GivenPrompt:
@@ -231,8 +236,12 @@ class AsyncLLM:
 
         request = await asyncio.to_thread(rendered)
         return await self._begun(
-            lambda llm: llm.stream_held(request, held, rules), request_id, rules
+            lambda llm: llm.stream_held(request, held, rules), request_id, arrival, rules
         )
+
+    @cached_property
+    def _parsers(self) -> ChatParsers:
+        return ChatParsers.of(self._engine.inputs.tokenizer)
 
     async def _prepare(self, params: OneParams) -> None:
         """Compile the grammar of a form, which is kept. It may take seconds, and others wait for
@@ -247,10 +256,12 @@ class AsyncLLM:
         self,
         open_stream: Callable[[LLM], DeltaStream],
         request_id: str | None,
+        arrival: float,
         rules: ChatRules | None = None,
     ) -> AsyncDeltaStream:
+        """arrival: when the caller asked; the engine may be in the middle of a long step."""
         mailbox = self._engine.mailbox()
-        begin = partial(self._engine.begin, mailbox, open_stream, request_id)
+        begin = partial(self._engine.begin, mailbox, open_stream, request_id, arrival)
         try:
             return AsyncDeltaStream(self._engine, mailbox, *await self.call(begin), rules)
         except BaseException:  # refused, or the caller was cancelled

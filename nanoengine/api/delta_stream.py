@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Self
 
 from nanoengine.api.chat_rules import ChatRules
@@ -34,9 +35,9 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
         self.rules = rules
         self.output: RequestOutput | None = None  # once the request has ended
         self.error: Exception | None = None  # once take() has raised it
+        self.request_id = request_id  # of its deltas and outputs, and for abort()
         self._engine = engine
         self._mailbox = mailbox
-        self._request_id = request_id
         self._request = request
         self._reader = None if rules is None else rules.reader(request.prompt or "")
         self._ready: deque[StreamDelta] = deque()
@@ -52,7 +53,7 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
         """
         asked = self._request
         return RequestOutput(
-            self._request_id,
+            self.request_id,
             asked.prompt,
             asked.prompt_token_ids,
             [],
@@ -75,7 +76,9 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
             if isinstance(error, RequestError):
                 raise without_our_lines(error) from error.__cause__
             raise
-        return deltas
+        if self.request_id == self._request.request_id:
+            return deltas
+        return [replace(delta, request_id=self.request_id) for delta in deltas]
 
     async def whole(self) -> RequestOutput:
         """Wait for the end; no deltas are made until then. Raises what take() raises."""

@@ -136,14 +136,19 @@ class EngineThread:
         mailbox: Mailbox,
         open_stream: Callable[[LLM], DeltaStream],
         request_id: str | None,
+        arrival: float,
         llm: LLM,
     ) -> tuple[int | str, RequestState]:
-        """Queue a request; returns the id that its outputs show, and its state."""
+        """Queue a request, which its caller made at `arrival`; returns the id that its outputs
+        show, and its state.
+        """
         if request_id is not None and not isinstance(request_id, str):
             raise RequestError(f"request_id must be a string or None, got {request_id!r}")
         if request_id in self._by_id:
             raise RequestError(f"request_id {request_id!r} is in use by an open request")
         stream = open_stream(llm)
+        for seq in stream.request.seqs:
+            seq.metrics.arrival_time = arrival
         shown = stream.request.request_id if request_id is None else request_id
         self._open[mailbox] = shown, stream
         self._by_id[shown] = self._by_request[stream.request.request_id] = mailbox
@@ -178,6 +183,8 @@ class EngineThread:
             ready.set_exception(error)
             return
         engine = llm.llm_engine
+        with suppress(RequestError):  # it has no tokenizer
+            _ = engine.inputs.grammars  # made here, before several threads ask for them
         ready.set_result((llm.plan, engine.inputs, engine.abort_ranks))
         try:
             self._serve(llm)

@@ -264,16 +264,10 @@ class LLM:
         """Stream the answer to one conversation; see stream() and chat(). Each delta has a
         `message`: what is new of the answer's content, reasoning and tool calls.
         """
-        rules, held = self.held_chat(sampling_params, tools, tool_choice)
+        rules = self.chat_rules(tools, tool_choice)
+        held = rules.params(one_params(sampling_params) or self.llm_engine.inputs.default_params)
         template = add_generation_prompt, chat_template_kwargs, rules.shown
         return self.stream_held(self._chat_request(messages, *template), held, rules)
-
-    def held_chat(
-        self, params: OneParams, tools: Tools, tool_choice: Any
-    ) -> tuple[ChatRules, SamplingParams]:
-        """The rules of one chat, and the parameters that hold its answer."""
-        rules = self.chat_rules(tools, tool_choice)
-        return rules, rules.params(one_params(params) or self.llm_engine.inputs.default_params)
 
     def stream_held(
         self, request: GivenPrompt, params: SamplingParams, rules: ChatRules

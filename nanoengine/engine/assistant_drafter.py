@@ -36,14 +36,7 @@ class AssistantDrafter:
         """Keep what the output head sees of the rows that sample: hidden, [rows, hidden], is of the
         model's last layer.
         """
-        sampled = (
-            (item.seq, at)
-            for item in batch.items
-            for at in range(
-                item.start + item.num_tokens - item.num_samples, item.start + item.num_tokens
-            )
-        )
-        self._seen = SampledStates.of(self.assistant.seen(hidden), sampled)
+        self._seen = SampledStates.of(self.assistant.seen(hidden), batch.sampled)
 
     def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
         """As Drafter.draft."""

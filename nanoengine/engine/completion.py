@@ -90,7 +90,7 @@ class Completion:
 
 def merge_deltas(deltas: Iterable[StreamDelta]) -> list[StreamDelta]:
     """Merge deltas into one for each completion, in the order of their first ones."""
-    merged: dict[tuple[int, int], StreamDelta] = {}
+    merged: dict[tuple[int | str, int], StreamDelta] = {}
     for new in deltas:
         key = new.request_id, new.index
         old = merged.get(key)

@@ -56,11 +56,19 @@ class InputProcessor:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Of structured outputs. Raises InvalidPromptError without a tokenizer."""
+        """Of structured outputs. Raises InvalidParamsError without a tokenizer."""
         from nanoengine.text import grammar  # structured output is no part of the core
 
-        config = self._model_config
-        return grammar.Grammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
+        config, tokenizer = self._model_config, self._tokenizer_for("structured_outputs")
+        return grammar.Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
+
+    def _tokenizer_for(self, parameter: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidParamsError(
+                f"{parameter} needs a tokenizer, and the model came without one; set tokenizer to "
+                "a folder that has one, or leave it out"
+            )
+        return self._tokenizer
 
     def sequences(
         self,
@@ -138,7 +146,8 @@ class InputProcessor:
         wants_text = params.stop_strings or (is_streamed and self._tokenizer is not None)
         if not (wants_text and params.detokenize):
             return None
-        return IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens, prompt)
+        tokenizer = self._tokenizer_for("stop")
+        return IncrementalDetokenizer(tokenizer, params.skip_special_tokens, prompt)
 
     def _checked_ids(self, prompt: object) -> list[int]:
         vocab = self._model_config.vocab_size
@@ -191,7 +200,8 @@ class InputProcessor:
                         f"{name}: token id {token_id} is outside the vocabulary of {vocab} tokens"
                     )
         given = params.allowed_token_ids
-        banned = {word[-1] for word in request.bad_words}
+        words = (word for word in request.bad_words if not given or {*given}.issuperset(word))
+        banned = {word[-1] for word in words}
         banned |= request.stop_token_ids if params.min_tokens else set()
         if banned.issuperset(given or range(vocab)):
             what = f"allowed_token_ids {shown([*given])}" if given else f"the {vocab} tokens"
@@ -205,8 +215,13 @@ class InputProcessor:
         with a token that only the tokenizer has.
         """
         given = [word.lstrip(" ") or word for word in params.forbidden_words]
-        texts = [space + word for word in given for space in ("", " ")]
-        words = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        if not given:
+            return ()
+        texts, tokenizer = (
+            [s + w for w in given for s in ("", " ")],
+            self._tokenizer_for("bad_words"),
+        )
+        words = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         vocab = self._model_config.vocab_size
         return tuple(dict.fromkeys(word for word in words if word and max(word) < vocab))
 

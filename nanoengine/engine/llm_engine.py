@@ -29,7 +29,7 @@ from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.loading.model_cache import in_use
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import ScheduledBatch, Sequence
+from nanoengine.sequence import ScheduledBatch
 from nanoengine.startup.largest_step import profiled_bytes
 from nanoengine.startup.memory_plan import plan_memory
 from nanoengine.startup.parts import make_engine_device, step_padding
@@ -123,9 +123,7 @@ class LLMEngine:
         shared only between requests with the same salt.
         Raises InvalidPromptError, InvalidParamsError or PromptTooLongError; the engine goes on.
         """
-        self.check_open()
-        seqs = self.inputs.sequences(prompt, params, prompt_text, cache_salt)
-        return self._queue(seqs).request_id
+        return self.add_stream(prompt, params, prompt_text, cache_salt, False).request_id
 
     def add_stream(
         self,
@@ -133,13 +131,11 @@ class LLMEngine:
         params: SamplingParams | None = None,
         prompt_text: str | None = None,
         cache_salt: str | None = None,
+        is_streamed: bool = True,
     ) -> RequestState:
-        """Like add_request, but returns its state: take its deltas after steps."""
+        """Like add_request, but returns its state: take its deltas after steps, if is_streamed."""
         self.check_open()
-        seqs = self.inputs.sequences(prompt, params, prompt_text, cache_salt, is_streamed=True)
-        return self._queue(seqs)
-
-    def _queue(self, seqs: list[Sequence]) -> RequestState:
+        seqs = self.inputs.sequences(prompt, params, prompt_text, cache_salt, is_streamed)
         for seq in seqs:
             self.scheduler.add(seq)
         return self.outputs.expect(seqs)

@@ -120,12 +120,9 @@ class ModelRunner:
             self.drafter.see(batch, wanted)
         logits = self._logits(wanted, hidden[len(hidden) - num_padding :])
         known = drafts.read(batch, self.device)
-        rows = [
-            (item.seq, item.start + item.num_tokens - num_after, item.guesses[:number])
-            for item in known.items
-            for number, num_after in enumerate(reversed(range(item.num_samples)))
-        ]
-        seqs, positions, guesses = zip(*rows, strict=True)
+        seqs, places = zip(*known.sampled, strict=True)
+        positions = [at + 1 for at in places]
+        guesses = [item.guesses[:num] for item in known.items for num in range(item.num_samples)]
         masks = step_masks(known)  # their logits are a copy, which none but the sampler holds
         tokens = self.sampler.sample(masked(logits, masks, self.device), seqs, positions, guesses)
         parts = [tokens, *(each.tokens for each in all_drafts if each.places)]

@@ -83,12 +83,11 @@ class MtpDrafter:
         hidden: [tokens, hidden], of the model's last layer. tokens: the sampled ones, int64 [n].
         """
         next_ids: list[int] = []
-        sampled = []
+        sampled = batch.sampled
         for item in batch.items:
             stop = item.start + item.num_tokens
             known = item.seq.token_ids[item.start + 1 : stop + 1 - item.num_samples]
             next_ids += known + [0] * item.num_samples
-            sampled += [(item.seq, at) for at in range(stop - item.num_samples, stop)]
         next_ids += [0] * (len(ctx.token_ids) - len(next_ids))
         following = self.device.tensor(next_ids, torch.int64)
         if sampled:

@@ -290,7 +290,7 @@ class Scheduler:
     def _chunk(self, seq: Sequence, most: int) -> int:
         """Tokens for `seq` in this step. A long prefill leaves some to other prefills."""
         wanted = min(seq.num_remaining, most)
-        others = (s for s in chain(self.waiting, self.running) if s is not seq)
+        others = (s for s in chain(self.waiting, self.running) if seq not in (s, s.prompt_owner))
         if wanted > self._long_tokens and any(s.is_prefill for s in others):
             return self._long_tokens
         return wanted

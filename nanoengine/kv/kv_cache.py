@@ -224,8 +224,8 @@ class HybridKVCacheManager:
         if table is not None:
             self._prefix_cache.withdraw(table)
             self.states.release(seq.seq_id)
-            if seq.output.may_be_nan:  # so may be its KV
-                self._hide(table.published)
+            if (nan_from := seq.output.nan_from) is not None:
+                self._hide(table.published[-(-nan_from // self.spec.block_size) :])
             self._release(table.held)
             self.blocks.touch(table.published[: table.num_released])
             table.commit(0)

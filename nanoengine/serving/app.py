@@ -27,7 +27,7 @@ from nanoengine.serving.messages_requests import read_count, read_messages
 from nanoengine.serving.openai_chunks import ChatChunks, CompletionChunks
 from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from nanoengine.serving.openai_requests import read_request
-from nanoengine.serving.openapi import body_of, request_schema
+from nanoengine.serving.openapi import body_of, count_schema, request_schema
 from nanoengine.serving.page import PAGE, chat_page
 from nanoengine.serving.refusals import Refusal
 from nanoengine.serving.report import report
@@ -94,20 +94,20 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         writer = CompletionChunks(asked, new_id(), service.name, bytes_of)
         return await service.answer(request, asked, writer, DONE)
 
-    @app.post(RESPONSES, openapi_extra=body_of(openapi.RESPONSES, may_stream=True))
+    @app.post(RESPONSES, openapi_extra=body_of(request_schema(RESPONSES), may_stream=True))
     async def responses(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_responses(body, defaults))
         parsers = service.prompts.parsers
         writer = ResponsesWriter(asked, new_id(), service.name, bytes_of, parsers)
         return await service.answer(request, asked.chat, writer)
 
-    @app.post(MESSAGES, openapi_extra=body_of(openapi.MESSAGES_BODY, may_stream=True))
+    @app.post(MESSAGES, openapi_extra=body_of(request_schema(MESSAGES), may_stream=True))
     async def messages(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_messages(body, defaults))
         writer = MessagesWriter(asked, new_id(), service.name, service.prompts.parsers)
         return await service.answer(request, asked, writer)
 
-    @app.post(f"{MESSAGES}/count_tokens", openapi_extra=body_of(openapi.COUNT_BODY))
+    @app.post(f"{MESSAGES}/count_tokens", openapi_extra=body_of(count_schema()))
     async def count_tokens(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_count(body, defaults))
         (prompt,) = await service.prompts_of(request, asked)

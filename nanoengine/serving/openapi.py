@@ -5,12 +5,23 @@ The readers check bodies by themselves, so FastAPI knows nothing of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.serving import messages_requests, responses_requests
 from nanoengine.serving.answer_forms import TYPES
-from nanoengine.serving.openai_keys import CHAT, COMMON, COMPLETIONS, OWN, PARAMS
+from nanoengine.serving.messages_requests import ROLES as ROLES_OF_MESSAGES
+from nanoengine.serving.openai_keys import (
+    CHAT,
+    COMMON,
+    COMPLETIONS,
+    MESSAGES,
+    OWN,
+    PARAMS,
+    RESPONSES,
+)
 from nanoengine.serving.openai_requests import EFFORTS
 
 Schema = dict[str, Any]
@@ -50,7 +61,7 @@ PART = record({"type": {"const": "text"}, "text": TEXT}, "type", "text")
 PARTED: Schema = {"anyOf": [TEXT, list_of(PART)]}
 ROLES = ["system", "developer", "user", "assistant", "tool"]
 MESSAGE = record({"role": {"enum": ROLES}, "content": PARTED}, "role", "content")
-MESSAGES = list_of(MESSAGE) | {"minItems": 1}
+CONVERSATION = list_of(MESSAGE) | {"minItems": 1}
 FUNCTION = record({"name": TEXT, "description": TEXT, "parameters": OBJECT}, "name")
 TOOL = record({"type": {"const": "function"}, "function": FUNCTION}, "type", "function")
 ALLOWED = record(
@@ -71,7 +82,7 @@ OTHERS: dict[str, Schema] = {
     "cache_salt": TEXT,
     "max_completion_tokens": WHOLE,
     "response_format": FORMAT,
-    "messages": MESSAGES,
+    "messages": CONVERSATION,
     "chat_template_kwargs": OBJECT,
     "reasoning_effort": {"enum": [None, *EFFORTS]},
     "top_logprobs": WHOLE,
@@ -86,7 +97,7 @@ TOKENIZE = record(
     {
         "model": TEXT,
         "prompt": TEXT,
-        "messages": MESSAGES,
+        "messages": CONVERSATION,
         "add_special_tokens": FLAG,
         "add_generation_prompt": FLAG,
         "continue_final_message": FLAG,
@@ -96,44 +107,35 @@ TOKENIZE = record(
     }
 )
 DETOKENIZE = record({"model": TEXT, "tokens": IDS}, "tokens")
-RESPONSES = record(
-    {
-        "model": TEXT,
-        "input": {"anyOf": [TEXT, MESSAGES]},
-        "instructions": TEXT,
-        "max_output_tokens": WHOLE,
-        "text": record({"format": FORMAT}),
-        "reasoning": OBJECT,
-        "tools": OBJECTS,
-        "tool_choice": {"anyOf": [CHOICE, OBJECT]},
-        "parallel_tool_calls": FLAG,
-        "temperature": NUMBER,
-        "top_p": NUMBER,
-        "stream": FLAG,
-        "store": FLAG,
-        "metadata": OBJECT,
-    },
-    "input",
+# Other types than in a chat, by the keys of the other two APIs.
+OBJECTS_OR_TEXT: Schema = {"anyOf": [TEXT, OBJECTS]}
+FLAT_FORMAT = record({"type": {"enum": [*TYPES]}, "name": TEXT, "schema": OBJECT}, "type")
+OF_RESPONSES: dict[str, Schema] = {
+    "input": OBJECTS_OR_TEXT,
+    "include": TEXTS,
+    "instructions": TEXT,
+    "max_output_tokens": WHOLE,
+    "metadata": OBJECT,
+    "reasoning": OBJECT,
+    "text": record({"format": FLAT_FORMAT}),
+    "tools": OBJECTS,
+    "tool_choice": {"anyOf": [CHOICE, OBJECT]},
+    "user": TEXT,
+}
+SAID = record(
+    {"role": {"enum": [*ROLES_OF_MESSAGES]}, "content": OBJECTS_OR_TEXT}, "role", "content"
 )
-MESSAGES_BODY = record(
-    {
-        "model": TEXT,
-        "messages": MESSAGES,
-        "system": PARTED,
-        "max_tokens": WHOLE,
-        "stop_sequences": TEXTS,
-        "tools": OBJECTS,
-        "tool_choice": OBJECT,
-        "thinking": OBJECT,
-        "output_config": OBJECT,
-        "temperature": NUMBER,
-        "top_p": NUMBER,
-        "top_k": WHOLE,
-        "stream": FLAG,
-    },
-    *("messages", "max_tokens"),
-)
-COUNT_BODY: Schema = MESSAGES_BODY | {"required": ["messages"]}
+OF_MESSAGES: dict[str, Schema] = {
+    "messages": list_of(SAID) | {"minItems": 1},
+    "output_config": OBJECT,
+    "stop_sequences": TEXTS,
+    "system": OBJECTS_OR_TEXT,
+    "thinking": OBJECT,
+    "tools": OBJECTS,
+    "tool_choice": OBJECT,
+}
+
+
 ERROR = record({"error": OBJECT}, "error")
 # What every path may answer beside its status 200.
 RESPONSES_OF_ALL: dict[int | str, dict[str, Any]] = {
@@ -153,14 +155,26 @@ def body_of(schema: Schema, may_stream: bool = False) -> dict[str, Any]:
 
 
 def request_schema(endpoint: str) -> Schema:
-    """The schema of a body of /v1/chat/completions or /v1/completions."""
-    types = {field.name: str(field.type) for field in fields(SamplingParams)}
-    properties = {name: _schema(types[name]) for name in PARAMS}
-    if endpoint == CHAT:
-        properties["logprobs"] = FLAG
-    properties |= {name: OTHERS[name] for name in (*COMMON, *OWN[endpoint])}
+    """The schema of a body of a path that generates."""
+    if endpoint == RESPONSES:
+        return _body(responses_requests.KNOWN, OF_RESPONSES, "input")
+    if endpoint == MESSAGES:
+        return _body(messages_requests.KNOWN, OF_MESSAGES, "messages", "max_tokens")
+    own = {"logprobs": FLAG} if endpoint == CHAT else {}
     needed = {CHAT: "messages", COMPLETIONS: "prompt"}[endpoint]
-    return record(properties, needed)
+    return _body((*PARAMS, *COMMON, *OWN[endpoint]), own, needed)
+
+
+def count_schema() -> Schema:
+    """Of a body of /v1/messages/count_tokens."""
+    return _body(messages_requests.KNOWN, OF_MESSAGES, "messages")
+
+
+def _body(known: Iterable[str], own: dict[str, Schema], *required: str) -> Schema:
+    """Of these keys. own: those that are not as in a chat."""
+    types = {field.name: str(field.type) for field in fields(SamplingParams)}
+    chats = {name: _schema(kind) for name, kind in types.items()} | OTHERS | own
+    return record({name: chats[name] for name in known}, *required)
 
 
 def _schema(kind: str) -> Schema:

@@ -8,7 +8,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -343,6 +343,30 @@ def test_chat(shared: AsyncLLM, plain: LLM) -> None:
         assert (await shared.get_tokenizer()).encode("a") == plain.tokenizer.encode("a")
 
     run(work())
+
+
+def test_a_request_arrives_when_its_caller_asks(shared: AsyncLLM) -> None:
+    """The engine may be in the middle of a long step."""
+
+    async def work(ask: Callable[[], AsyncGenerator[RequestOutput, None]]) -> None:
+        busy = asyncio.ensure_future(shared.call(lambda _: time.sleep(0.5)))
+        await asyncio.sleep(0.05)
+        asked = time.perf_counter()
+        output = [each async for each in ask()][-1]
+        assert 0 <= output.metrics.arrival_time - asked < 0.2
+        assert output.metrics.ttft_s is not None and output.metrics.ttft_s > 0.3
+        await busy
+
+    run(work(lambda: shared.generate("a", GREEDY)))
+    run(work(lambda: shared.chat([{"role": "user", "content": "a"}], GREEDY)))
+
+
+def test_deltas_have_the_name_of_their_request(shared: AsyncLLM) -> None:
+    async def work() -> list[Any]:
+        async with await shared.stream("a", GREEDY, request_id="mine") as stream:
+            return [stream.request_id, *[delta.request_id async for delta in stream]]
+
+    assert set(run(work())) == {"mine"}
 
 
 def test_abort_ends_one_request_with_an_output(shared: AsyncLLM, plain: LLM) -> None:

@@ -134,8 +134,9 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(tiny: Tiny, tmp_path: Pat
         for call in (lambda: bare.generate("a"), lambda: bare.chat([{"role": "user"}])):
             with pytest.raises(InvalidPromptError, match="came without a tokenizer"):
                 call()
-        with pytest.raises(InvalidPromptError, match="came without a tokenizer"):
-            bare.generate([5], SamplingParams(stop="x"), use_tqdm=False)
+        for name in ("stop", "bad_words"):
+            with pytest.raises(InvalidParamsError, match=f"{name} needs a tokenizer"):
+                bare.generate([5], SamplingParams(**{name: "x"}), use_tqdm=False)
 
 
 @pytest.mark.parametrize("stop", [None, "zzz"], ids=["at the end", "as it comes"])

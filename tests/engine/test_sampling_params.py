@@ -295,6 +295,13 @@ def test_a_choice_of_nothing_or_of_no_token_is_refused(
         llm.generate("a", SamplingParams(**asked), use_tqdm=False)
 
 
+def test_bad_words_forbid_no_token_where_others_cannot_come(llm: LLM) -> None:
+    """Of "ab", with "b" alone allowed, the first letter never comes."""
+    b = llm.tokenizer.encode("b", add_special_tokens=False)
+    params = SamplingParams(max_tokens=2, allowed_token_ids=b, bad_words=["ab"], ignore_eos=True)
+    assert llm.generate("a", params, use_tqdm=False)[0]["text"] == "bb"
+
+
 def test_others_go_on_beside_one_whose_stop_tokens_are_the_vocabulary(llm: LLM) -> None:
     """The last token may be chosen, or without min_tokens any."""
     few: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}

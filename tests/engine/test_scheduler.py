@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -92,6 +93,15 @@ def test_prefill_chunks_and_decodes_share_a_step() -> None:
     assert shape(run(s)) == {0: 30, 1: 50}  # long: at most half a step while others prefill
     assert shape(run(s)) == {0: 1, 1: 40}
     assert shape(run(s)) == {0: 1, 1: 1}
+
+
+def test_a_long_prompt_leaves_nothing_to_its_own_completions() -> None:
+    """They wait for it."""
+    s = scheduler(CountingKV())
+    first = sequence(0, 90)
+    s.add(first)
+    s.add(replace(sequence(1, 90), prompt_owner=first))
+    assert shape(s.schedule())[0] == 90
 
 
 class OneWriteKV(CountingKV):

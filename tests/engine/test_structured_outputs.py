@@ -25,7 +25,7 @@ from tiny_model import EOS_IDS
 from nanoengine import LLM, SamplingParams, StructuredOutputsParams
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError
+from nanoengine.errors import InvalidParamsError, RequestError
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sampling_params import MAX_CHOICES
 from nanoengine.text import grammar
@@ -306,12 +306,11 @@ def test_a_stream_has_the_same_text_and_leaves_nothing(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, structured_outputs={"choice": CHOICES})
     (whole,) = llm.generate("x", params, use_tqdm=False)
     assert "".join(llm.stream("x", params)) == whole.outputs[0].text
-    seqs = llm.llm_engine.inputs.sequences("x", params, None, None)
-    state = llm.llm_engine._queue(seqs)
+    state = llm.llm_engine.add_stream("x", params)
     llm.llm_engine.step()
-    assert seqs[0].grammar is not None
+    assert state.seqs[0].grammar is not None
     llm.llm_engine.abort(state.request_id)
-    assert seqs[0].grammar is None
+    assert state.seqs[0].grammar is None
 
 
 @pytest.mark.parametrize(
@@ -426,7 +425,7 @@ def test_who_cannot_have_a_form(tiny: Callable[[str], Path], llm: LLM) -> None:
         llm.beam_search("x", beam_width=2, max_tokens=4, structured_outputs={"regex": "a"})
     engine = small_engine(tiny("llama"), num_gpu_blocks=16)
     engine.inputs._tokenizer = None
-    with pytest.raises(InvalidPromptError, match="without a tokenizer"):
+    with pytest.raises(InvalidParamsError, match="structured_outputs needs a tokenizer"):
         engine.add_request([5], SamplingParams(structured_outputs={"json": OBJECT}))
     engine.close()
 
@@ -532,6 +531,22 @@ def test_what_forbids_all_that_a_form_allows_is_named(
         output = llm.generate([PROMPTS[2]], [params | others], use_tqdm=False)[0]
         assert isinstance(output.error, InvalidParamsError) and named in str(output.error)
         assert llm.generate([PROMPTS[2]], [params], use_tqdm=False)[0]["text"] == "abc"
+
+
+def test_what_others_computed_stays_cached_when_a_request_forbids_all(
+    tiny: Callable[[str], Path],
+) -> None:
+    """A client that asks so again and again costs the others nothing."""
+    good = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    bad = good | {"structured_outputs": {"choice": ["abc"]}, "allowed_token_ids": [69]}
+    prompt = [7 * i % 256 for i in range(40)]
+    with LLM(tiny("llama"), dtype="float32", num_gpu_blocks=64, kvcache_block_size=8) as llm:
+        cached = []
+        for params in (good, bad, good):
+            (output,) = llm.generate([prompt], [params], use_tqdm=False)
+            cached.append(output.num_cached_tokens)
+            assert (output.error is None) == (params is good)
+    assert cached == [0, 39, 39]
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

@@ -560,9 +560,13 @@ def must_happen(mode: str) -> set[str]:
 )
 def test_no_program_breaks_the_accounting(mode: str, rounds: int) -> None:
     tally: Counter[str] = Counter()
-    for number in range(rounds):
-        run_round(mode, number, tally)
-    assert not {what for what in must_happen(mode) if not tally[what]}, "the programs were too tame"
+    missing: set[str] = set()
+    for number in range(2 * rounds):
+        # What programs do depends on where memory lies, too: a rare event may take some more.
+        if number < rounds or missing:
+            run_round(mode, number, tally)
+            missing = {what for what in must_happen(mode) if not tally[what]}
+    assert not missing, "the programs were too tame"
     assert tally["most at once"] >= 4
 
 

@@ -15,6 +15,7 @@ import nanoengine
 from nanoengine import LLM, SamplingParams
 from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, RESPONSES
 from nanoengine.serving.openai_keys import MESSAGES as MESSAGES_PATH
+from nanoengine.serving.responses_requests import read_responses
 from nanoengine.serving.tokens import continued, goes_on
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -331,6 +332,14 @@ def test_the_document_describes_the_bodies_and_the_answers(server: LiveServer) -
     ):
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert key in body["schema"]["properties"]
+        if path == "/v1/responses":  # as its own reader takes it
+            form = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
+            asked = {"input": [{"role": "user", "content": "a"}], "text": {"format": form}}
+            assert asked["text"]["format"].keys() == {
+                *body["schema"]["properties"]["text"]["properties"]["format"]["properties"]
+            }
+            assert read_responses(asked, SamplingParams()).chat.params.form is not None
+            assert {"stop", "seed", "include", "top_logprobs"} < body["schema"]["properties"].keys()
     kinds = {
         (CHAT, "post", "200"): {"application/json", "text/event-stream"},
         ("/v1/messages", "post", "200"): {"application/json", "text/event-stream"},
