@@ -72,10 +72,14 @@ def given_prompt(prompt: Any) -> GivenPrompt:
     if others and any(prompt.get(key) is not None for key in PROMPT_KEYS[:2]):
         error = unknown_name("key", others[0], PROMPT_KEYS, " of a prompt")
         return GivenPrompt(None, error=InvalidPromptError(error))
-    if prompt.get("prompt_token_ids") is not None:
-        return GivenPrompt(prompt["prompt_token_ids"], prompt.get("prompt"), salt)
-    if prompt.get("prompt") is not None:
-        return GivenPrompt(prompt["prompt"], cache_salt=salt)
+    ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+    if ids is not None:
+        if isinstance(ids, str) or not isinstance(text, str | None):
+            error = "prompt_token_ids must be a list of token ids, and prompt their text"
+            return GivenPrompt(None, error=InvalidPromptError(f"{error}, got {shown(prompt)}"))
+        return GivenPrompt(ids, text, salt)
+    if text is not None:
+        return GivenPrompt(text, cache_salt=salt)
     keys = sorted(map(str, prompt))
     error = f'a prompt dict needs "prompt" or "prompt_token_ids", got the keys {keys}'
     if "role" in prompt:

@@ -86,9 +86,10 @@ class Turns:
         owner = threading.get_ident()
         while self._owner == owner or not self._lock.acquire(timeout=0.001):
             if self._is_turn or self._owner == owner:
+                by = "a call that has not ended" if self._owner == owner else "another thread"
                 raise EngineError(
-                    "this LLM is in use by another thread; one at a time may call it. AsyncLLM "
-                    "takes calls from any thread"
+                    f"this LLM is in use by {by}; one at a time may call it. AsyncLLM takes calls "
+                    "from any thread"
                 )
         self._owner, self._is_turn = owner, True
 

@@ -22,6 +22,7 @@ LEFT_OUT = (
 ONLY = "modules_in_block_to_quantize"  # GPTQ's: lists of names
 PATTERN, ANY = "re:", "Linear"  # compressed-tensors'
 ANYTHING = "*"  # in ModelOpt's names
+MODULES = "extra_config"  # AutoRound's: bits of modules
 DYNAMIC, NUMBERS_OF = "dynamic", "-:"  # GPTQ's rules: the patterns of those that stay numbers
 MAX_PATTERN, MAX_PATTERNS = 200, 64
 # Repeats in a pattern. A name of 60 characters is tried in about as many ways as it has characters
@@ -38,9 +39,18 @@ def read_left_out(quantised: object) -> LeftOut:
     rules = quantised.get(DYNAMIC)
     left = (key for key in rules if key.startswith(NUMBERS_OF)) if isinstance(rules, dict) else ()
     entries += (PATTERN + key.removeprefix(NUMBERS_OF) for key in left)
+    modules = quantised.get(MODULES)
+    own = modules.items() if isinstance(modules, dict) else ()
+    entries += (name for name, each in own if stays_16_bits(each))
     targets = [group.get("targets") for group in groups_of(quantised)]
     only = [*_strings(quantised.get(ONLY)), *_strings(targets)]
     return LeftOut(_sorted(entries), ModuleNames() if ANY in only else _sorted(only))
+
+
+def stays_16_bits(module: object) -> bool:
+    """Whether AutoRound says so of a module."""
+    bits = module.get("bits") if isinstance(module, dict) else None
+    return type(bits) is int and bits >= 16
 
 
 def _sorted(entries: Iterable[str]) -> ModuleNames:

@@ -1,14 +1,16 @@
-"""Reads checkpoints in AWQ, GPTQ and compressed-tensors: integers of 4 or 8 bits in words of 32.
+"""Reads checkpoints in AWQ, GPTQ, AutoRound and compressed-tensors: integers of 4 or 8 bits in
+words of 32.
 
 Weights are dequantised as they are read, or become blocks of codes (stored_codes.py). AWQ (arXiv
 2306.00978) and GPTQ (arXiv 2210.17323) hold a matrix [inputs, outputs] as AutoAWQ's "gemm" and
-AutoGPTQ pack it, compressed-tensors one [outputs, inputs].
+AutoGPTQ pack it, AutoRound (arXiv 2309.05516) as one of the two, compressed-tensors one [outputs,
+inputs].
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,18 @@ from torch import Tensor
 
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.checkpoint import UNUSED, CheckpointReader, Part
-from nanoengine.loading.left_out import DYNAMIC, NUMBERS_OF, groups_of
+from nanoengine.loading.left_out import (
+    DYNAMIC,
+    MODULES,
+    NUMBERS_OF,
+    groups_of,
+    stays_16_bits,
+)
 from nanoengine.models.stored_codes import CodedRows, CodedWeight, Weight, integer_rows
 from nanoengine.text.checked_json import MAX_SIZE
 
-WORD_BITS, WORD = 32, "I32"
+AUTO_ROUND = "auto-round"
+WORD_BITS, WORD, BITS = 32, "I32", (4, 8)
 INPUTS_AT_ONCE = 1024  # that are dequantised
 BLOCK = 32  # inputs of a block of codes
 # compressed-tensors' `actorder` of a file that lists the group of each input.
@@ -35,7 +44,8 @@ class PackedFormat:
     """How a checkpoint packs. method: of its `quantization_config`; group: inputs that share a
     scale, 0: all of them; zero_offset: what is added to a stored zero (AutoGPTQ's first format has
     them less one); has_zeros: without them the middle of all integers is one; is_sorted: inputs of
-    a group lie side by side, as far as config.json says.
+    a group lie side by side, as far as config.json says. is_mixed: other weights may have other
+    bits, groups and zeros, as their tensors show; these are then of most.
     """
 
     method: str
@@ -44,6 +54,7 @@ class PackedFormat:
     zero_offset: int = 0
     has_zeros: bool = True
     is_sorted: bool = True
+    is_mixed: bool = False
 
     @property
     def stays_codes(self) -> bool:
@@ -72,25 +83,53 @@ def packed_format(config: object) -> PackedFormat | None:
     """That of a `quantization_config`; None for another, which is not read here."""
     if not isinstance(config, dict):
         return None
+    config = _as_packed(config)
     method, bits = config.get("quant_method"), config.get("bits")
     if method == "compressed-tensors":
         return _of_groups(config) if config.get("format") == "pack-quantized" else None
     group = _group(config.get("group_size"))
-    if group is None or not only_leaves_out(config.get(DYNAMIC)):
+    own = _own_packing(config)
+    if group is None or own is None:
         return None
     if method == "awq" and bits == 4 and config.get("version", "gemm") in ("gemm", "GEMM"):
         return PackedFormat(method, 4, group)
     kind = config.get("checkpoint_format", "gptq")
-    if method == "gptq" and bits in (4, 8) and kind in ("gptq", "gptq_v2"):
+    if method == "gptq" and bits in BITS and kind in ("gptq", "gptq_v2"):
         offset, is_sorted = 1 if kind == "gptq" else 0, not config.get("desc_act")
-        return PackedFormat(method, bits, group, offset, is_sorted=is_sorted)
+        return PackedFormat(method, bits, group, offset, is_sorted=is_sorted, is_mixed=own)
     return None
 
 
-def only_leaves_out(rules: object) -> bool:
-    """Whether GPTQ's rules for modules say no more than which of them stay numbers."""
+def _as_packed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """AutoRound's config as of GPTQ or AWQ, as which it packs; another as it is."""
+    if str(config.get("quant_method")).replace("_", "-").removeprefix("intel/") != AUTO_ROUND:
+        return config
+    packing = str(config.get("packing_format") or config.get("backend"))
+    layout = next((name for name in ("gptq", "awq") if name in packing), "")
+    is_int = config.get("data_type", "int") == "int"
+    own = config.get(MODULES, {})
+    packed = (
+        own
+        if not isinstance(own, dict)
+        else {name: each for name, each in own.items() if not stays_16_bits(each)}
+    )
+    said = {name: config.get(name) for name in ("bits", "group_size")}
+    return said | {"quant_method": layout * is_int, DYNAMIC: packed}
+
+
+def _own_packing(config: Mapping[str, Any]) -> bool | None:
+    """Whether modules have bits or groups of their own, by the rules of GPTQ or AutoRound; None:
+    others than are read here. A rule for a module that stays numbers does not count.
+    """
+    rules = config.get(DYNAMIC)
     listed = rules if isinstance(rules, dict) else {} if rules is None else {"": rules}
-    return all(key.startswith(NUMBERS_OF) or value == {} for key, value in listed.items())
+    own = [rule for name, rule in listed.items() if not name.startswith(NUMBERS_OF) and rule != {}]
+    for rule in own:
+        if not isinstance(rule, dict) or rule.get("bits", 4) not in BITS:
+            return None
+        if _group(rule.get("group_size", -1)) is None or rule.get("data_type", "int") != "int":
+            return None
+    return bool(own)
 
 
 def _group(size: object) -> int | None:
@@ -101,21 +140,24 @@ def _group(size: object) -> int | None:
 
 
 def _of_groups(config: Mapping[str, Any]) -> PackedFormat | None:
-    """If all groups of layers in compressed-tensors' config are packed alike."""
-    found: set[tuple[int, int, bool, bool]] = set()
+    """Of compressed-tensors' groups of layers."""
+    found: dict[tuple[int, int, bool, bool], None] = {}
     for each in groups_of(config):
         weights = each.get("weights")
         if not isinstance(weights, dict) or weights.get("type") != "int":
             return None
         group = 0 if weights.get("strategy") == "channel" else _group(weights.get("group_size"))
         bits, is_symmetric = weights.get("num_bits"), weights.get("symmetric", True)
-        if not isinstance(is_symmetric, bool) or bits not in (4, 8) or group is None:
+        if not isinstance(is_symmetric, bool) or bits not in BITS or group is None:
             return None
-        found.add((bits, group, not is_symmetric, weights.get("actorder") not in BY_INPUT))
-    if len(found) != 1:
+        found[bits, group, not is_symmetric, weights.get("actorder") not in BY_INPUT] = None
+    if not found:
         return None
-    bits, group, has_zeros, is_sorted = found.pop()
-    return PackedFormat("compressed-tensors", bits, group, 0, has_zeros, is_sorted)
+    (bits, group, has_zeros, _), *others = found
+    are_sorted = all(is_sorted for *_, is_sorted in found)
+    return PackedFormat(
+        "compressed-tensors", bits, group, 0, has_zeros, are_sorted, is_mixed=bool(others)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +208,10 @@ class PackedReader(CheckpointReader):
 
     def __init__(self, folder: Path, is_wrapped: bool, packed: PackedFormat) -> None:
         super().__init__(folder, is_wrapped)
-        self._format, self.packing = packed, f"{packed.method} in {packed.bits} bits"
-        self.codes = frozenset((f"INT{packed.bits}",))
+        self._format = packed
+        bits = BITS if packed.is_mixed else (packed.bits,)
+        self.packing = f"{packed.method} in {' and '.join(map(str, bits))} bits"
+        self.codes = frozenset(f"INT{each}" for each in bits)
         integers, *others = packed.names
         ends = tuple(f".{name}" for name in (*others, "weight_shape"))
         packs = {name.removesuffix(integers) for name in self._parts if name.endswith(integers)}
@@ -185,6 +229,26 @@ class PackedReader(CheckpointReader):
         """What comes before the ends of a packed weight's names; "" of one that is not packed."""
         integers = self._format.names[0]
         return part.stored.removesuffix(integers) if part.stored.endswith(integers) else ""
+
+    def _of(self, part: Part) -> PackedFormat:
+        """Of one weight: where weights differ, as its tensors show."""
+        of, stem = self._format, self._stem(part)
+        words, scales, zeros, _ = (self._size(stem + name) for name in of.names)
+        if not of.is_mixed or len(words) != 2 or len(scales) != 2:
+            return of
+        if of.is_turned:
+            shape = self._read(part, f"{stem}weight_shape").tolist()
+            per_word, num_groups = -(-shape[1] // words[1]), scales[1]
+        else:
+            per_word, num_groups = -(-scales[1] // max(zeros[-1:], default=1)), scales[0]
+        of = replace(of, bits=4 if per_word > WORD_BITS // 8 else 8, has_zeros=bool(zeros))
+        inputs = self._shape_of(part, of)[1]
+        sizes = (1 << power for power in range(4, 31))  # the last group may be smaller
+        fits = (size for size in sizes if -(-inputs // size) == num_groups)
+        return replace(of, group=next(fits, inputs // max(num_groups, 1)))
+
+    def _size(self, stored: str) -> tuple[int, ...]:
+        return tuple(self._slice(stored).get_shape()) if stored in self._file_of else ()
 
     def leave_out_zero_biases(self, needed: Container[str]) -> None:
         """Forget the biases of packed weights that are not `needed`, of which AutoGPTQ stores one
@@ -205,22 +269,21 @@ class PackedReader(CheckpointReader):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, read from the header only."""
         part = self._parts[name]
-        shape = self._whole_shape(part) if self._stem(part) else super().shape(name)
+        shape = self._shape_of(part, self._of(part)) if self._stem(part) else super().shape(name)
         if not self._stem(part) or len(shape) != 2:
             return shape
         return len(range(shape[0])[slice(*part.rows)]), shape[1]
 
-    def _whole_shape(self, part: Part) -> tuple[int, ...]:
+    def _shape_of(self, part: Part, of: PackedFormat) -> tuple[int, ...]:
         """[outputs, inputs] of a packed weight of which `part` may be some rows."""
-        shape = tuple(self._slice(part.stored).get_shape())
+        shape = self._size(part.stored)
         if len(shape) != 2:
             return shape
         first, second = shape
-        per_word = self._format.per_word
-        if self._format.is_turned:
-            return first, second * per_word
-        is_awq = self._format.method == "awq"
-        return (second * per_word, first) if is_awq else (second, first * per_word)
+        if of.is_turned:
+            return first, second * of.per_word
+        is_awq = of.method == "awq"
+        return (second * of.per_word, first) if is_awq else (second, first * of.per_word)
 
     def form(self, name: str) -> str:
         """As CheckpointReader.form; of scales that no code can have headers say nothing. Reads the
@@ -229,10 +292,10 @@ class PackedReader(CheckpointReader):
         part = self._parts[name]
         if not self._stem(part):
             return super().form(name)
-        inputs = self.shape(name)[-1]
-        given = None if self._format.is_sorted else self._companion(part, 3)
-        is_coded = inputs % BLOCK == 0 and _has_blocks(self._groups(inputs, given))
-        return f"INT{self._format.bits}" if is_coded else "F32"
+        inputs, of = self.shape(name)[-1], self._of(part)
+        given = None if of.is_sorted else self._companion(part, 3)
+        is_coded = inputs % BLOCK == 0 and _has_blocks(self._groups(inputs, given, of))
+        return f"INT{of.bits}" if is_coded else "F32"
 
     def dtype(self, name: str) -> torch.dtype:
         """As CheckpointReader.dtype; float32 of a packed weight."""
@@ -259,28 +322,28 @@ class PackedReader(CheckpointReader):
         if not self._stem(self._parts[name]):
             return super().weight(name, dtype)
         packed = self._packed(name)
-        rows = packed.rows(self._format.bits)
+        rows = packed.rows(self._of(self._parts[name]).bits)
         return packed.numbers() if rows is None else CodedWeight((rows,), dtype)
 
     def _packed(self, name: str) -> PackedIntegers:
         """A packed weight. Raises WeightMismatchError."""
         part = self._parts[name]
-        (words,) = self._stored(name)
+        of, (words,) = self._of(part), self._stored(name)
         scales, zeros, given = (self._companion(part, place) for place in (1, 2, 3))
-        outputs, inputs = self._whole_shape(part)
-        groups = self._groups(inputs, given)
+        outputs, inputs = self._shape_of(part, of)
+        groups = self._groups(inputs, given, of)
         wanted = (int(groups.max()) + 1, outputs)
-        if scales is not None and self._format.is_turned:
+        if scales is not None and of.is_turned:
             scales = scales.T
-        zeros = self._zeros(zeros, wanted)
+        zeros = _zeros(zeros, wanted, of)
         if scales is None or scales.shape != wanted or zeros is None or zeros.shape != wanted:
             raise WeightMismatchError(
                 f"{self.folder}: {part.stored!r} has no scales and zeros of {wanted[1]} outputs in "
                 f"{wanted[0]} groups of inputs"
             )
-        lies_by_inputs = self._format.method == "gptq"
-        integers = self._unpacked(words.T if lies_by_inputs else words)
-        integers = integers.T if lies_by_inputs or self._format.is_turned else integers
+        lies_by_inputs = of.method == "gptq"
+        integers = _unpacked(words.T if lies_by_inputs else words, of)
+        integers = integers.T if lies_by_inputs or of.is_turned else integers
         rows = slice(*part.rows)
         return PackedIntegers(integers[:, rows], zeros[:, rows], scales[:, rows], groups)
 
@@ -288,23 +351,14 @@ class PackedReader(CheckpointReader):
         """Of a packed weight, all: its rows lie differently in each tensor."""
         return super()._read(Part(stored) if self._stem(part) else part, stored)
 
-    def _zeros(self, stored: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-        """int32 [groups, outputs], of which `shape` has how many; None for what cannot be zeros."""
-        if not self._format.has_zeros or (stored is None and not self._format.is_turned):
-            return torch.full(shape, 1 << (self._format.bits - 1), dtype=torch.int32)
-        if stored is None or stored.dim() != 2 or stored.dtype is not torch.int32:
-            return None
-        rows = self._unpacked(stored.T if self._format.is_turned else stored)
-        return rows[:, : shape[1]] + self._format.zero_offset & (1 << self._format.bits) - 1
-
     def _companion(self, part: Part, place: int) -> Tensor | None:
         """A weight's tensor of this place in PackedFormat.names, if it is there."""
         name = self._stem(part) + self._format.names[place]
         return self._read(part, name) if name in self._file_of else None
 
-    def _groups(self, inputs: int, given: Tensor | None) -> Tensor:
+    def _groups(self, inputs: int, given: Tensor | None, of: PackedFormat) -> Tensor:
         """The group of each input, int64 [inputs]. given: as the checkpoint lists them."""
-        group = self._format.group or inputs
+        group = of.group or inputs
         groups = torch.arange(inputs) // group
         # compressed-tensors fills a list that it does not use with -1.
         if given is None or torch.equal(given.long(), torch.full_like(groups, -1)):
@@ -315,10 +369,21 @@ class PackedReader(CheckpointReader):
             )
         return given.long()
 
-    def _unpacked(self, words: Tensor) -> Tensor:
-        """int32 words as the integers in them, the lowest bits first; rows grow."""
-        shifts = torch.arange(0, WORD_BITS, self._format.bits, dtype=torch.int32)
-        if self._format.method == "awq":
-            shifts = shifts[list(AWQ_ORDER)]
-        parts = words.unsqueeze(2) >> shifts & (1 << self._format.bits) - 1
-        return parts.flatten(1)
+
+def _zeros(stored: Tensor | None, shape: tuple[int, int], of: PackedFormat) -> Tensor | None:
+    """int32 [groups, outputs], of which `shape` has how many; None for what cannot be zeros."""
+    if not of.has_zeros or (stored is None and not of.is_turned):
+        return torch.full(shape, 1 << (of.bits - 1), dtype=torch.int32)
+    if stored is None or stored.dim() != 2 or stored.dtype is not torch.int32:
+        return None
+    rows = _unpacked(stored.T if of.is_turned else stored, of)
+    return rows[:, : shape[1]] + of.zero_offset & (1 << of.bits) - 1
+
+
+def _unpacked(words: Tensor, of: PackedFormat) -> Tensor:
+    """int32 words as the integers in them, the lowest bits first; rows grow."""
+    shifts = torch.arange(0, WORD_BITS, of.bits, dtype=torch.int32)
+    if of.method == "awq":
+        shifts = shifts[list(AWQ_ORDER)]
+    parts = words.unsqueeze(2) >> shifts & (1 << of.bits) - 1
+    return parts.flatten(1)

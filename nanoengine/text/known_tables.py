@@ -384,7 +384,7 @@ renamed: include_stop_str_in_output
   SGLang: no_stop_trim
 changed: stop_token_ids, a list that is added to the model's own
   transformers: eos_token_id
-changed: bad_words, of texts and not of token ids
+changed: bad_words, of texts; a token id is forbidden by logit_bias={ID: -100}
   FastDeploy: bad_words_token_ids  LMDeploy: bad_token_ids
   transformers: bad_words_ids suppress_tokens
 changed: logit_bias, from token ids to numbers

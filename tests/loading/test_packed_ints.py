@@ -53,10 +53,21 @@ PRODUCTS = (
 )
 FIRST = ("awq", "gptq", "compressed-tensors")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "group_size": GROUP,
+    "sym": True,
+    "data_type": "int",
+}
 KINDS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
     "gptq": GPTQ | {"desc_act": True},
     "gptq, 8 bits": GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
+    "auto-round": AUTO_ROUND,
+    "auto-round, awq": AUTO_ROUND
+    | {"packing_format": "auto_round:auto_awq", "extra_config": {"lm_head": {"bits": 16}}},
     "compressed-tensors": of_tensors(INT4 | {"symmetric": False}),
     "compressed-tensors, no zeros": of_tensors(INT4),
     "compressed-tensors, 8 bits": of_tensors(CHANNEL),
@@ -118,9 +129,16 @@ def packed(
 
 
 def both_kinds(
-    tiny: Tiny, name: str, config: dict[str, Any], folder: Path, part: str = ".0."
+    tiny: Tiny,
+    name: str,
+    config: dict[str, Any],
+    folder: Path,
+    part: str = ".0.",
+    other: tuple[str, dict[str, Any]] | None = None,
 ) -> tuple[Path, Path]:
-    """A checkpoint with packed products where names have this part, and the same as numbers."""
+    """A checkpoint with packed products where names have this part, and the same as numbers. other:
+    a part of names where they are packed in another way.
+    """
     ours, theirs = folder / "packed", folder / "numbers"
     for each in (ours, theirs):
         shutil.copytree(tiny(name), each)
@@ -131,7 +149,9 @@ def both_kinds(
         # what the decays of a recurrent layer come from.
         if each.endswith(PRODUCTS) and part in each:
             del stored[each]
-            found, plain[each] = packed(config, tensor.shape, seed)
+            is_other = other is not None and other[0] in each
+            own = other[1] if other is not None and is_other else config
+            found, plain[each] = packed(own, tensor.shape, seed)
             stored |= {each.removesuffix("weight") + end: value for end, value in found.items()}
     save_file(stored, ours / "model.safetensors", {"format": "pt"})
     save_file(plain, theirs / "model.safetensors", {"format": "pt"})
@@ -168,7 +188,9 @@ def test_answers_are_those_of_the_numbers(
     outputs = driver.run([[7 * i % 256 for i in range(50)], [3, 4]])
     assert_logits_are_transformers(driver, theirs, outputs)
     bits = 8 if "8" in kind else 4
-    line = f"{kind.split(',')[0]} in {bits} bits, dequantised: "
+    known = packed_format(config)
+    assert known is not None
+    line = f"{known.method} in {bits} bits, dequantised: "
     if has_kernels and not config.get("desc_act"):
         line = f"codes as stored: 7 of INT{bits}; the rest in float32"
     assert line in str(driver.engine.plan)
@@ -241,6 +263,37 @@ def test_they_stay_packed_on_a_gpu(tiny: Tiny, tmp_path: Path, kind: str) -> Non
         has_codes = not KINDS[kind].get("desc_act")
         assert ("codes as stored: 7 of INT" in str(driver.engine.plan)) is has_codes
         driver.engine.close()
+    assert_logits_are_transformers(driver, theirs, outputs)
+
+
+EIGHT = {"type": "int", "num_bits": 8, "symmetric": False, "strategy": "channel"}
+MIXED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gptq": (GPTQ | {"dynamic": {r"+:.*mlp.*": {"bits": 8}}}, GPTQ | {"bits": 8}),
+    "groups of gptq": (GPTQ | {"dynamic": {"+:a": {"group_size": 64}}}, GPTQ | {"group_size": 64}),
+    "auto-round": (
+        AUTO_ROUND | {"extra_config": {"a": {"bits": 8}, "b": {"bits": 16, "data_type": "fp"}}},
+        AUTO_ROUND | {"bits": 8},
+    ),
+    "compressed-tensors": (
+        of_tensors({}, config_groups={"a": {"weights": INT4}, "b": {"weights": EIGHT}}),
+        of_tensors(EIGHT),
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "kind", named({kind: kind for kind in MIXED}, "gptq", "compressed-tensors")
+)
+def test_weights_may_have_bits_of_their_own(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    """As Laguna XS in INT4, whose config.json says which; the tensors show it."""
+    config, other = MIXED[kind]
+    ours, theirs = both_kinds(tiny, "llama", config, tmp_path, other=(".mlp.", other))
+    driver = Driver(small_engine(ours))
+    counts = "7 of INT4" if kind == "groups of gptq" else "4 of INT4, 3 of INT8"
+    assert f"codes as stored: {counts}; the rest in float32" in str(driver.engine.plan)
+    outputs = driver.run([[7 * i % 256 for i in range(50)], [3, 4]])
+    driver.engine.close()
     assert_logits_are_transformers(driver, theirs, outputs)
 
 
@@ -417,7 +470,10 @@ def test_damage_is_refused(
         {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
         {"quant_method": "awq", "bits": 4},
         GPTQ | {"bits": 3},
-        GPTQ | {"dynamic": {"-:.*down.*": {}, "+:.*up.*": {"bits": 8}}},
+        GPTQ | {"dynamic": {"-:.*down.*": {}, "+:.*up.*": {"bits": 3}}},
+        AUTO_ROUND | {"extra_config": {"a": {"bits": 2}}},
+        AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"},
+        AUTO_ROUND | {"data_type": "mx_fp"},
         GPTQ | {"dynamic": ["-:.*down.*"]},
         GPTQ | {"group_size": 10**30},
         GPTQ | {"checkpoint_format": "marlin"},
