@@ -71,11 +71,13 @@ def test_the_second_one_and_its_dtype(monkeypatch: pytest.MonkeyPatch, has_bfloa
     monkeypatch.setattr(torch.accelerator, "current_stream", note(SimpleNamespace()))
     monkeypatch.setattr(torch, "Stream", note(SimpleNamespace()))
     monkeypatch.setattr(torch.accelerator, "get_memory_info", note((3, 4)))
+    released: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: released.append(1))
     capability = {"supported_dtypes": known}
     monkeypatch.setattr(torch.accelerator, "get_device_capability", note(capability))
     device = make_device("xpu:1", None)
     assert isinstance(device, AcceleratorDevice) and device.name == "xpu:1"
-    assert device.memory() == (3, 4)
+    assert device.memory() == (3, 4) and released  # what was freed is free
     assert device.auto_dtype()[0] is (torch.bfloat16 if has_bfloat16 else torch.float16)
     device.begin_step()
     assert asked == [torch.device("xpu", 1)] * 7
