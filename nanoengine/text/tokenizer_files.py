@@ -187,9 +187,10 @@ def check_tokenizer_is_there(folder: Path) -> None:
         )
     names = ("tokenizer.json", "tokenizer.model", "vocab.json")
     if not any(has_file(folder / name) for name in names):
+        aside = "; its tekken.json is not read" * has_file(folder / "tekken.json")
         raise ModelNotFoundError(
             f"{shown(str(folder))} has no {names[0]}, {names[1]} or {names[2]}; set tokenizer to a "
-            "folder that has one"
+            f"folder that has one{aside}"
         )
 
 

@@ -150,6 +150,7 @@ class NcclGroup:
         def exchange() -> Tensor:
             return self.broadcast(self.gather(part, widths) + self.rank)
 
+        exchange()  # connects for gathers, too
         self._device.synchronize()
         try:
             graph = graphs.new()

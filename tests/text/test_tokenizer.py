@@ -616,6 +616,12 @@ def test_transformers_is_not_imported(smollm2: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=120)
 
 
+def test_a_vocabulary_in_mistrals_own_form_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match=r"has one; its tekken\.json is not read$"):
+        Tokenizer.from_folder(tmp_path)
+
+
 # -- chat templates --------------------------------------------------------------------------------
 
 
