@@ -21,7 +21,7 @@ def read_latent(content: CheckedJson, num_heads: int) -> LatentConfig:
         kv_rank=content.size("kv_lora_rank"),
         rope_dim=content.size("qk_rope_head_dim"),
         nope_dim=content.size("qk_nope_head_dim"),
-        value_dim=content.size("v_head_dim"),
+        value_dim=content.size("v_head_dim", content.size("hidden_size") // num_heads),
         takes_turns=content.get("rope_interleave") is not False,
     )
     kv_heads = content.size("num_key_value_heads", num_heads)

@@ -44,7 +44,12 @@ from nanoengine.loading.mixers import (
     read_pattern,
 )
 from nanoengine.loading.modelopt import quantization_of
-from nanoengine.loading.multipliers import checked_factor, with_multipliers
+from nanoengine.loading.multipliers import (
+    GRANITES,
+    checked_factor,
+    with_granites_names,
+    with_multipliers,
+)
 from nanoengine.loading.nf4 import has_nf4
 from nanoengine.loading.nvfp4 import has_nvfp4
 from nanoengine.loading.packed_ints import packed_format
@@ -68,7 +73,6 @@ MAX_LAYERS = 1000
 DOUBLES = "linear_allow_neg_eigval"  # RecurrentConfig's doubles_steps
 SIZES = ("num_attention_heads", "hidden_size", "vocab_size")
 LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
-FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")  # as of Factors
 
 
 def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelConfig:
@@ -152,6 +156,8 @@ def _complete(content: CheckedJson, architecture: Architecture, class_name: str)
         with_usual_keys(content)
     elif architecture.hybrid == "ling":
         with_lings_keys(content)
+    if "scale_depth" in architecture.reads:
+        with_granites_names(content)
     if "layer_rope_theta" in architecture.reads:
         num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
         with_one_theta(content, num_layers, "layer_rope_theta" in architecture.needs)
@@ -187,7 +193,7 @@ def _query_scalar(
 
 def _factors(content: CheckedJson, reads: Collection[str]) -> Factors:
     """Cohere's, Falcon-H1's and Muse's logits are multiplied, Granite's divided."""
-    factors = Factors(*(_factor(content, reads, name) for name in FACTORS))
+    factors = Factors(*(_factor(content, reads, name) for name in GRANITES))
     by = (_factor(content, reads, name) for name in LOGIT_FACTORS)
     if "mup_enabled" in reads and content.flag("mup_enabled"):
         factors = replace(factors, embeddings=content.size("hidden_size") ** 0.5)

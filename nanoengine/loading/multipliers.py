@@ -11,6 +11,7 @@ from nanoengine.errors import CorruptModelError, shown
 from nanoengine.text.checked_json import CheckedJson, positive
 
 MAX_FACTOR = 1e4
+GRANITES = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 ONES = {
     "attention_in": "attention_in_multiplier",
     "attention_out": "attention_out_multiplier",
@@ -34,6 +35,20 @@ def with_multipliers(config: ModelConfig, content: CheckedJson) -> ModelConfig:
         factors=replace(config.factors, summands=multipliers.summands),
         query_pre_attn_scalar=config.head_dim / multipliers.scores**2,
     )
+
+
+def with_granites_names(content: CheckedJson) -> None:
+    """Give MiniCPM's factors those of Granite: of embeddings; of what is added to the residual
+    stream, over the root of the number of layers; and of logits, which are divided by the width
+    over that of the model on which its makers tuned. Raises CorruptModelError.
+    """
+    size, num_layers = content.size("hidden_size"), content.size("num_hidden_layers")
+    depth, base = content.get("scale_depth"), content.get("dim_model_base")
+    embeddings = checked_factor(content, "scale_emb", content.get("scale_emb"))
+    root = num_layers**0.5
+    summands = 1.0 if depth is None else checked_factor(content, "scale_depth", depth) / root
+    logits = 1.0 if base is None else size / positive(content.path, "dim_model_base", base)
+    content.values |= dict(zip(GRANITES, (embeddings, summands, logits), strict=True))
 
 
 def _listed(content: CheckedJson, name: str, count: int) -> Iterator[float]:

@@ -169,6 +169,7 @@ GRANITE_MULTIPLIERS = (
     "residual_multiplier",
     "logits_scaling",
 )
+MINICPM: dict[str, Any] = {"reads": (*GRANITE_MULTIPLIERS[1:], "scale_depth")}
 # Granite with windows and sinks.
 GRANITE_SWA: dict[str, Any] = {
     "windows": "pattern",

@@ -59,7 +59,7 @@ UNMAPPED = {
     },
 }
 INTERLEAVED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "smollm3")
-INTERLEAVED += ("granitehybrid", MUSE, *NEMOTRONS)
+INTERLEAVED += ("granitehybrid", "minicpm", MUSE, *NEMOTRONS)
 WITH_NORM_OFFSET = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
     "AfmoeForCausalLM": "afmoe",
@@ -99,6 +99,7 @@ ARCHITECTURES = {
     "Lfm2MoeForCausalLM": "lfm2moe",
     "LlamaForCausalLM": "llama",
     "MellumForCausalLM": "mellum",
+    "MiniCPMForCausalLM": "minicpm",
     "MiniMaxM2ForCausalLM": "minimax-m2",
     "Ministral3ForCausalLM": "mistral3",
     "MistralForCausalLM": "llama",
@@ -455,7 +456,7 @@ class GGUFModel:
             | (_of_layer_norm(config, arch) if arch in LAYER_NORMS else {})
             | (_of_gemma4(config) if arch == "gemma4" else {})
             | (_of_ernie(config) if arch == "ernie4_5-moe" else {})
-            | (_of_granite(config, arch) if arch.startswith("granite") else {})
+            | (_of_granite(config, arch) if arch.startswith(("granite", "minicpm")) else {})
             | (_of_deepseek(config) if arch == "deepseek2" else {})
             | (_of_kimi(config) if arch == "kimi-linear" else {})
             | (_of_laguna(config, head_dim) if arch == "laguna" else {})
@@ -646,9 +647,11 @@ def _take_activations_out(model: GGUFModel) -> None:
 
 
 def _of_granite(config: dict[str, Any], arch: str) -> dict[str, Any]:
-    """What llama.cpp's converter writes of factors (GraniteModel in its granite.py)."""
-    return {
-        f"{arch}.attention.scale": config["attention_multiplier"],
+    """What llama.cpp's converter writes of factors (GraniteModel in its granite.py, MiniCPMModel in
+    its minicpm.py).
+    """
+    scale = {} if arch == "minicpm" else {f"{arch}.attention.scale": config["attention_multiplier"]}
+    return scale | {
         f"{arch}.embedding_scale": config["embedding_multiplier"],
         f"{arch}.residual_scale": config["residual_multiplier"],
         f"{arch}.logit_scale": config["logits_scaling"],

@@ -87,6 +87,7 @@ FAMILIES = (
     Family("Ling 3.0", "BailingMoeV3 BailingHybrid", "128K"),
     Family("Llama", "Llama", "4K to 128K", "llama3_json"),
     Family("Mellum", "Mellum", "128K"),
+    Family("MiniCPM", "MiniCPM MiniCPM3", "2K to 64K"),
     Family("MiniMax", "MiniMaxM2", "192K", "minimax_m2"),
     Family(
         "Mistral", "Mistral Mixtral Ministral Ministral3 Mistral4", "32K to 1M", "mistral",

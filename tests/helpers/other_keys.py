@@ -47,8 +47,14 @@ LENGTH, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 PROMPT = [(37 * i * i + 11 * i + 5) % 256 for i in range(100)]
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 TOLERANCE = 1e-3  # of the spread of the logits
-LATENT = {"deepseek-v2", "deepseek-v3", "deepseek-v3-dense", "glm4-moe-lite", "youtu"}
+LATENT = {"deepseek-v2", "deepseek-v3", "deepseek-v3-dense", "glm4-moe-lite", "minicpm3", "youtu"}
 OF_SCORES = "`mscale_all_dim` does not sharpen the scores, as its makers trained it"
+# Of MiniCPM, for which Granite stands, and the same factors under Granite's names.
+FACTORS = (
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    *("scale_emb", "scale_depth", "dim_model_base", "hidden_size", "num_hidden_layers", "head_dim"),
+)
+WAYS = ("set", "leave out", "null")
 # Differences that are meant: by models and key, None for any model.
 OF_LENGTH = "the long divisors count if texts may be longer, to transformers if this one is"
 KNOWN: list[tuple[set[str] | None, str, str, str]] = [
@@ -59,7 +65,8 @@ KNOWN: list[tuple[set[str] | None, str, str, str]] = [
     (None, "null", "mamba_conv_bias", "the same"),
     (None, "null", "moe_renormalize", "the same"),
     ({"olmo-hybrid"}, "null", ROPE, "no layer turns, as its makers write it"),
-    *(({"mistral4"}, how, ROPE, OF_SCORES) for how in ("set", "leave out", "null")),
+    *(({"mistral4"}, how, ROPE, OF_SCORES) for how in WAYS),
+    *(({"minicpm"}, how, key, "each computes its own factors") for how in WAYS for key in FACTORS),
 ]
 
 

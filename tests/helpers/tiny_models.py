@@ -467,6 +467,26 @@ TINY: dict[str, TinyModel] = {
     "iquestcoder": TinyModel(
         "iquestcoder", {"rms_norm_eps": 0.02}, seed=142, hub_class="IQuestCoderForCausalLM"
     ),
+    # Granite's, by factors of other names: 1.5 is over the root of three layers.
+    "minicpm": TinyModel(
+        "granite",
+        {
+            "attention_multiplier": 0.25,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 1.5 / 3**0.5,
+            "logits_scaling": 64 / 40,
+            "scale_emb": 3,
+            "scale_depth": 1.5,
+            "dim_model_base": 40,
+        },
+        seed=151,
+        hub_class="MiniCPMForCausalLM",
+    ),
+    "minicpm3": TinyModel(
+        "minicpm3",
+        DENSE_LATENT | {"scale_emb": 3, "scale_depth": 1.5, "dim_model_base": 40},
+        seed=152,
+    ),
     "glm4-moe-lite": TinyModel(
         "glm4_moe_lite", {**LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]}, seed=33
     ),

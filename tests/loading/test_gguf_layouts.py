@@ -46,7 +46,7 @@ NAMES += ("kimi-linear", "ministral3", "nemotron-h", "seed-oss", "apertus", "arc
 NAMES += ("cohere", "cohere2", "dots1", "falcon-h1", "granite-moe-shared", "minimax-m2")
 NAMES += ("gemma", "gemma2", "olmo2", "olmo3", "exaone-moe", "solar-open", "youtu")
 NAMES += ("cohere2-moe", "cohere2-moe-shared", "ling", "mellum", "muse-glimmer")
-NAMES += ("afmoe", "jais2", "laguna", "nemotron", "stablelm", "starcoder2")
+NAMES += ("afmoe", "jais2", "minicpm", "laguna", "nemotron", "stablelm", "starcoder2")
 BY_DEFAULT = (
     *NAMES[:2],
     "afmoe",
@@ -68,6 +68,7 @@ BY_DEFAULT = (
     "kimi-linear",
     "lfm2",
     "lfm2-moe",
+    "minicpm",
     "nemotron-h",
     "qwen3.5-moe",
     "gemma",
@@ -344,3 +345,11 @@ def test_other_divisors_of_gemma_4_are_refused(tiny: Tiny, tmp_path: Path) -> No
     model.tensors["rope_freqs.weight"][1] = 2
     with pytest.raises(UnsupportedModelError, match="must be 1 for the first pairs"):
         converted(model, tmp_path / "out")
+
+
+def test_a_minicpm_that_does_not_say_its_factors_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """Of 2024: llama.cpp takes factors of its own then."""
+    model = GGUFModel(tiny("minicpm"))
+    del model.settings["minicpm.logit_scale"]
+    with pytest.raises(UnsupportedModelError, match=r"lacks the key 'minicpm\.logit_scale'"):
+        converted(model, tmp_path / "m")

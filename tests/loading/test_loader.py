@@ -1156,3 +1156,21 @@ def test_formats_of_codes_are_read_with_suspicion(tmp_path: Path, formats: str) 
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors", about)
     with pytest.raises(CorruptModelError, match="names no known formats"):
         CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"scale_emb": None}, UnsupportedModelError, "'scale_emb' is None"),
+        ({"sparse_config": {"kernel_size": 32}}, UnsupportedModelError, "'sparse_config' is"),
+        ({"scale_depth": 0}, CorruptModelError, "scale_depth"),
+        ({"dim_model_base": "wide"}, CorruptModelError, "dim_model_base"),
+    ],
+)
+def test_factors_of_minicpm(
+    tiny: Tiny, tmp_path: Path, changes: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    content = json.loads((tiny("minicpm") / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(error, match=words):
+        read_model_config(tmp_path)

@@ -19,6 +19,7 @@ EXAONE_WINDOWS = {64: 4096}  # by layers, of files that do not say it
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 GEMMA_2_INTERVAL, GEMMA_2_27B_LAYERS, GEMMA_2_WINDOW = 2, 46, 4096
 # Settings that change the arithmetic, and Hugging Face's keys for them, which Granite alone has.
+MINICPM = "minicpm"
 GRANITE_KEYS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -268,7 +269,14 @@ def mellum_settings(metadata: Metadata, num_layers: int) -> dict[str, Any]:
 
 
 def granite_settings(metadata: Metadata, head_dim: int) -> dict[str, Any]:
-    """To llama.cpp 0 is no factor, and scores are divided by the root of head_dim then."""
+    """To llama.cpp 0 is no factor, and scores are divided by the root of head_dim then. Raises
+    UnsupportedModelError for a MiniCPM of 2024, which does not say its factors.
+    """
+    if metadata.architecture == MINICPM and not metadata.real("logit_scale", 0.0):
+        raise UnsupportedModelError(
+            f"{metadata.path} lacks the key 'minicpm.logit_scale', without which logits are not "
+            "those of the model; take a file that llama.cpp made since 2025"
+        )
     usual = {"attention.scale": head_dim**-0.5}
     return {
         name: metadata.real(key, 0.0) or usual.get(key, 1.0) for key, name in GRANITE_KEYS.items()

@@ -20,6 +20,7 @@ from nanoengine.loading.gguf.experts import (
 from nanoengine.loading.gguf.families import (
     GRANITE_KEYS,
     KIMIS,
+    MINICPM,
     cohere_settings,
     exaone_settings,
     gemma2_settings,
@@ -77,6 +78,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
     "mellum": "MellumForCausalLM",
     "minimax-m2": "MiniMaxM2ForCausalLM",
+    MINICPM: "GraniteForCausalLM",  # whose factors it has
     "mistral3": "Ministral3ForCausalLM",
     "muse-glimmer": "MuseGlimmerForCausalLM",
     "nemotron": "NemotronForCausalLM",
@@ -148,7 +150,7 @@ WITH_WINDOWS = (
     *("cohere2", *ROTATE_IN_WINDOWS, "gemma2", "gemma3", "gemma4", "gpt-oss", "llama", "olmo2"),
     *("cohere2moe", "laguna", "mellum", "muse-glimmer", "phi3"),
 )
-GRANITES = ("granite", "granitehybrid", "granitemoe")
+GRANITES = ("granite", "granitehybrid", "granitemoe", MINICPM)
 COHERES = ("cohere2", "cohere2moe", "command-r")
 LAYER_NORMS = ("jais2", "nemotron", "stablelm", "starcoder2")
 # Of generation_config.json: its key in a GGUF.

@@ -37,7 +37,7 @@ Config = Mapping[str, Any]  # the content of config.json
 PERMUTED = frozenset(
     {
         *("arcee", "granite", "granitehybrid", "granitemoe", "llama", "mistral3", "muse-glimmer"),
-        "smollm3",
+        *("minicpm", "smollm3"),
     }
 )
 # In these the value heads of recurrent layers take turns among the key heads that they belong to;
