@@ -217,10 +217,8 @@ class InputProcessor:
         given = [word.lstrip(" ") or word for word in params.forbidden_words]
         if not given:
             return ()
-        texts, tokenizer = (
-            [s + w for w in given for s in ("", " ")],
-            self._tokenizer_for("bad_words"),
-        )
+        tokenizer = self._tokenizer_for("bad_words")
+        texts = [space + word for word in given for space in ("", " ")]
         words = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         vocab = self._model_config.vocab_size
         return tuple(dict.fromkeys(word for word in words if word and max(word) < vocab))

@@ -106,15 +106,13 @@ def _as_packed(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     packing = str(config.get("packing_format") or config.get("backend"))
     layout = next((name for name in ("gptq", "awq") if name in packing), "")
-    is_int = config.get("data_type", "int") == "int"
-    own = config.get(MODULES, {})
-    packed = (
-        own
-        if not isinstance(own, dict)
-        else {name: each for name, each in own.items() if not stays_16_bits(each)}
-    )
+    if config.get("data_type", "int") != "int":
+        layout = ""
+    own = config.get(MODULES)
+    if isinstance(own, dict):
+        own = {name: each for name, each in own.items() if not stays_16_bits(each)}
     said = {name: config.get(name) for name in ("bits", "group_size")}
-    return said | {"quant_method": layout * is_int, DYNAMIC: packed}
+    return said | {"quant_method": layout, DYNAMIC: own}
 
 
 def _own_packing(config: Mapping[str, Any]) -> bool | None:

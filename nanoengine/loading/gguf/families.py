@@ -18,8 +18,8 @@ EXAONE_INTERVAL = OLMO_INTERVAL = 4
 EXAONE_WINDOWS = {64: 4096}  # by layers, of files that do not say it
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 GEMMA_2_INTERVAL, GEMMA_2_27B_LAYERS, GEMMA_2_WINDOW = 2, 46, 4096
-# Settings that change the arithmetic, and Hugging Face's keys for them, which Granite alone has.
 MINICPM = "minicpm"
+# Settings that change the arithmetic, and Hugging Face's keys for them, which Granite alone has.
 GRANITE_KEYS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
