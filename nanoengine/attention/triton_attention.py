@@ -34,7 +34,7 @@ from nanoengine.kernels.triton_launch import FUSED, power_of_two
 
 PARTITION, SHORT = 512, 64  # keys; so many partitions, then LONG times as long ones
 MERGED_AT_ONCE = 16  # partitions whose states are loaded together, at most
-LEAST_STATES = 1024  # of decode steps: 17 MB of an 8B model
+LEAST_STATES = 256  # of decode steps: 4 MB of an 8B model
 FEW_QUERIES = 17  # the most of a sequence whose partitions run in parallel
 MOST_ROWS, PREFILL_WARPS = 128, 8  # rows: heads of queries
 MOST_OF_4_WARPS = 64 * 128  # numbers of the results that 4 warps hold in registers
@@ -147,8 +147,9 @@ class TritonAttention:
         if needed <= self._num_states:
             return False
         self._num_states = power_of_two(max(needed, LEAST_STATES))
+        had_states = bool(self._states)
         self._states.clear()
-        return True
+        return had_states
 
     def run(
         self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
