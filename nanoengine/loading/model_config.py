@@ -45,7 +45,7 @@ from nanoengine.loading.mixers import (
 )
 from nanoengine.loading.modelopt import quantization_of
 from nanoengine.loading.multipliers import (
-    GRANITES,
+    GRANITE_FACTORS,
     checked_factor,
     with_granites_names,
     with_multipliers,
@@ -193,7 +193,7 @@ def _query_scalar(
 
 def _factors(content: CheckedJson, reads: Collection[str]) -> Factors:
     """Cohere's, Falcon-H1's and Muse's logits are multiplied, Granite's divided."""
-    factors = Factors(*(_factor(content, reads, name) for name in GRANITES))
+    factors = Factors(*(_factor(content, reads, name) for name in GRANITE_FACTORS))
     by = (_factor(content, reads, name) for name in LOGIT_FACTORS)
     if "mup_enabled" in reads and content.flag("mup_enabled"):
         factors = replace(factors, embeddings=content.size("hidden_size") ** 0.5)

@@ -11,7 +11,7 @@ from nanoengine.errors import CorruptModelError, shown
 from nanoengine.text.checked_json import CheckedJson, positive
 
 MAX_FACTOR = 1e4
-GRANITES = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+GRANITE_FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 ONES = {
     "attention_in": "attention_in_multiplier",
     "attention_out": "attention_out_multiplier",
@@ -48,7 +48,7 @@ def with_granites_names(content: CheckedJson) -> None:
     root = num_layers**0.5
     summands = 1.0 if depth is None else checked_factor(content, "scale_depth", depth) / root
     logits = 1.0 if base is None else size / positive(content.path, "dim_model_base", base)
-    content.values |= dict(zip(GRANITES, (embeddings, summands, logits), strict=True))
+    content.values |= dict(zip(GRANITE_FACTORS, (embeddings, summands, logits), strict=True))
 
 
 def _listed(content: CheckedJson, name: str, count: int) -> Iterator[float]:

@@ -225,11 +225,11 @@ class ReasoningParser(PieceReader):
             certain, mark = first_of(self.left, marks)
             if not mark:
                 certain = len(self.left) - num_held_back(self.left, (end, *marks))
-            yield Piece(Kind.REASONING, self.take(_without_breaks(self.left[:certain])))
+            yield Piece(Kind.REASONING, self.take(_num_before_breaks(self.left[:certain])))
             yield None
         text = self.left[: at if at >= 0 else self._before_call()]
         self.take(len(text) + (len(end) if at >= 0 else 0))
-        yield Piece(Kind.REASONING, text[: _without_breaks(text)])
+        yield Piece(Kind.REASONING, text[: _num_before_breaks(text)])
 
     def _before_call(self) -> int:
         """Where the first call begins; the end of the text if there is none."""
@@ -247,7 +247,7 @@ class ReasoningParser(PieceReader):
         return len(self.left)
 
 
-def _without_breaks(text: str) -> int:
+def _num_before_breaks(text: str) -> int:
     """Characters before the line breaks at the end of thoughts. Only so many are held back: a model
     may write nothing else.
     """
