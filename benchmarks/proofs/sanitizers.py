@@ -100,6 +100,12 @@ NO_BARRIER = Fault(
 NONE_BETWEEN = Fault(
     "cpu_linear.c", "#pragma omp barrier\n", "\n", r"data race(?:.*\n)+.* linear_in_team "
 )
+ONE_SET = Fault(
+    "cpu_linear.c",
+    "shares[(i + 1) % 2 * threads",
+    "shares[i % 2 * threads",
+    r"data race(?:.*\n)+.* take_part ",
+)
 ALL_ROUND = Fault(
     "cpu_linear.c",
     "EACH_ROW(is_private, c->rows, ROUND)",
@@ -169,6 +175,7 @@ CHECKS = (  # the longest first
     Check("planted: one scratch of draws", program="races_kernels", faults=(ONE_CANDIDATES,)),
     Check("planted: no wait of convolutions", program="races_kernels", faults=(NOT_MIXED,)),
     Check("planted: none of products", "", "races_linear", FLOAT32, (NONE_BETWEEN,)),
+    Check("planted: shares begun too late", "", "races_linear", FLOAT32, (ONE_SET,)),
     Check("planted: rows rounded by all", "", "races_linear", FLOAT32, (ALL_ROUND,)),
     Check("planted: no wait of experts", "", "races_linear", FLOAT32, (NO_WAIT,)),
     Check("planted: one scratch of routes", "", "races_linear", FLOAT32, (ONE_SCRATCH,)),

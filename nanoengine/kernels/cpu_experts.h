@@ -65,6 +65,8 @@ static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) 
         const int64_t rows = choose_block_rows(w, calls[i].rows, halves, threads);
         steps += ceil_div(calls[i].rows, rows) * ceil_div(halves, 2);
     }
+    scratch_t scratch;
+    scratch.summed_row = -1;
     const int64_t run = all_rows < 2 * count ? max64(1, steps / (RUNS * threads)) : 1;
 #pragma omp for schedule(dynamic, run)
     for (int64_t step = 0; step < steps; step++) {
@@ -74,11 +76,11 @@ static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) 
             const int64_t rows = choose_block_rows(w, calls[at].rows, halves, threads);
             const int64_t own = ceil_div(calls[at].rows, rows) * panels;
             if (step >= before + own) {
-                before += own;
+                before += own, scratch.summed_row = -1;
                 continue;
             }
             const int64_t first = (step - before) / panels * halves, half = (step - before) % panels * 2;
-            multiply_units(&calls[at], halves, rows, first + half, first + min64(half + 2, halves));
+            multiply_units(&calls[at], halves, rows, first + half, first + min64(half + 2, halves), &scratch);
             break;
         }
     }

@@ -21,6 +21,7 @@
 
 #include "cpu_tiled_products.h"
 #include "cpu_router.h"
+#include "cpu_shares.h"
 
 int has_pairs(void) { return HAVE_PAIRS; }
 
@@ -30,15 +31,14 @@ int64_t stride_of_made(const weight_t *w) { return made_stride(w); }
 /* ---- units of work ----------------------------------------------------------------------------- */
 
 /* Units [begin, end): half panels, all of them for one row block after the other. */
-static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, int64_t begin,
-                           int64_t end) {
-    scratch_t scratch;
-    int64_t shaped = 0, summed_row = -1;
+static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, int64_t begin, int64_t end,
+                           scratch_t *scratch) {
+    int64_t shaped = 0;
     int is_warm = 0;
     for (int64_t u = begin, n; u < end && is_rounded(c->w); u += n) {
         const int64_t row = u / halves * block_rows, half = u % halves;
         n = half % 2 == 0 && half + 1 < halves && u + 1 < end ? 2 : 1;
-        multiply_few_bits(c, row, min64(block_rows, c->rows - row), half * HALF, (int)n * HALF, &scratch);
+        multiply_few_bits(c, row, min64(block_rows, c->rows - row), half * HALF, (int)n * HALF, scratch);
     }
     if (is_rounded(c->w)) return;
     for (int64_t u = begin, n; u < end && c->w->is_tiled; u += n) {
@@ -47,8 +47,8 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
         const int is_few = looks_up(c->w) && rows <= PAIR_ROWS;
         const int64_t most = is_few ? 2 - half % 2 : rows > TILED_ROWS ? HALVES_AT_ONCE : 1;
         n = min64(most, min64(halves - half, end - u));
-        if (is_few) multiply_few_lookups(c, row, rows, half * HALF, (int)n * HALF, &scratch);
-        else multiply_halves(c, row, rows, half, n, &shaped, &scratch);
+        if (is_few) multiply_few_lookups(c, row, rows, half * HALF, (int)n * HALF, scratch);
+        else multiply_halves(c, row, rows, half, n, &shaped, scratch);
         if (is_few) shaped = 0;
     }
     for (int64_t u = begin; u < end && !c->w->is_tiled;) {
@@ -61,16 +61,16 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
         const int is_wide = LANES == 16 || is_sliced || is_run || (LANES == 8 && (by_codes || is_12));
         const int is_whole = is_wide && half % 2 == 0 && half + 1 < halves && u + 1 < end;
         const int columns = is_whole ? PANEL : HALF;
-        if (sums_codes(c->w) && row != summed_row) sum_all_groups(c, summed_row = row, rows, &scratch);
+        if (sums_codes(c->w) && row != scratch->summed_row) sum_all_groups(c, row, rows, scratch);
         /* one row of half a panel has no function of its own */
         const int is_few = by_codes && (is_whole || rows % 2 == 0 || LANES < 16);
         const int has_next = is_whole && half + 3 < halves && u + 3 < end;
-        if (sums_codes(c->w)) multiply_code_sums(c, row, rows, half * HALF, columns, is_warm, has_next, &scratch);
-        else if (is_12 && is_whole) multiply_12_bits(c, row, rows, half * HALF, has_next, &scratch);
-        else if (is_sliced) multiply_sliced(c, row, rows, half * HALF, columns, &scratch);
-        else if (is_run) multiply_runs(c, row, rows, half * HALF, columns, scratch.acc);
-        else if (is_few) multiply_few(c, row, rows, half * HALF, columns, scratch.acc);
-        else multiply_block(c, row, rows, half * HALF, columns, u > begin && rows > ROWS, &scratch);
+        if (sums_codes(c->w)) multiply_code_sums(c, row, rows, half * HALF, columns, is_warm, has_next, scratch);
+        else if (is_12 && is_whole) multiply_12_bits(c, row, rows, half * HALF, has_next, scratch);
+        else if (is_sliced) multiply_sliced(c, row, rows, half * HALF, columns, scratch);
+        else if (is_run) multiply_runs(c, row, rows, half * HALF, columns, scratch->acc);
+        else if (is_few) multiply_few(c, row, rows, half * HALF, columns, scratch->acc);
+        else multiply_block(c, row, rows, half * HALF, columns, u > begin && rows > ROWS, scratch);
         u += is_whole ? 2 : 1, is_warm = has_next;
     }
 }
@@ -205,15 +205,16 @@ static void multiply_row_blocks(const call_t *call, int64_t halves, int64_t bloc
     call_t c = *call;
     if (call->w->activation) c.epilogue = FLOAT + call->w->activation;
     c.x = arranged_rows_of(call), c.x_stride = 0;
+    scratch_t scratch;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < ceil_div(rows, block_rows); i++) {
         prepare_block(call, i * block_rows, min64(block_rows, rows - i * block_rows));
-        multiply_units(&c, halves, block_rows, i * halves, (i + 1) * halves);
+        multiply_units(&c, halves, block_rows, i * halves, (i + 1) * halves, &scratch);
     }
 }
 
-/* One thread's part of a call. */
-static void linear_in_team(const call_t *call, int64_t threads) {
+/* One thread's part of a call. shares: of all threads, none taken yet. */
+static void linear_in_team(const call_t *call, int64_t threads, share_t *shares) {
     const weight_t *w = call->w;
     const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF), rows = call->rows;
     const int64_t block_rows = choose_block_rows(w, rows, halves, threads);
@@ -226,15 +227,18 @@ static void linear_in_team(const call_t *call, int64_t threads) {
     }
     char buffer[BUFFER_BYTES] __attribute__((aligned(64)));
     const call_t c = prepare_call(call, block_rows, buffer);
+    scratch_t scratch;
+    scratch.summed_row = -1;
     if (blocks == 1) {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
-        multiply_units(&c, halves, block_rows, me * units / team, (me + 1) * units / team);
+        for (int64_t begin, end; take_units(shares, units, me, team, &begin, &end);)
+            multiply_units(&c, halves, block_rows, begin, end, &scratch);
         return;
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < blocks * steps; i++) {
         const int64_t row_block = i / steps * halves, half = i % steps * step;
-        multiply_units(&c, halves, block_rows, row_block + half, row_block + min64(half + step, halves));
+        multiply_units(&c, halves, block_rows, row_block + half, row_block + min64(half + step, halves), &scratch);
     }
 }
 
@@ -246,11 +250,14 @@ int linear(const calls_t *all) {
     int64_t products = 0;
     for (int64_t i = 0; i < count; i++) products += calls[i].rows * calls[i].w->k * calls[i].w->outputs;
     const int64_t threads = products < 1 << 16 ? 1 : calls->threads; /* some us */
+    share_t shares[2 * threads];
+    memset(shares, 0, sizeof shares);
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
         int has_tiles = 0;
         for (int64_t i = 0; i < count; i++) {
-            linear_in_team(&calls[i], threads);
+            shares[(i + 1) % 2 * threads + omp_get_thread_num()].taken = 0; /* for the next call: free since the last */
+            linear_in_team(&calls[i], threads, shares + i % 2 * threads);
             has_tiles |= uses_tiles(calls[i].w);
             if (i + 1 < count) {
 #pragma omp barrier
@@ -274,10 +281,12 @@ int linear_in_panels(const call_t *call, const int64_t *panels, int64_t count) {
     {
         char buffer[BUFFER_BYTES] __attribute__((aligned(64)));
         const call_t c = prepare_call(call, block_rows, buffer);
+        scratch_t scratch;
+        scratch.summed_row = -1;
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < blocks * count; i++) {
             const int64_t first = i / count * halves, half = 2 * panels[i % count];
-            multiply_units(&c, halves, block_rows, first + half, first + min64(half + 2, halves));
+            multiply_units(&c, halves, block_rows, first + half, first + min64(half + 2, halves), &scratch);
         }
         if (uses_tiles(w)) release_tiles();
     }

@@ -139,10 +139,12 @@ INLINE ahead_t every_line(const char *p, int64_t bytes, int64_t passes) {
     return (ahead_t){.from = p, .lines = lines, .step = 64 * lines};
 }
 
-/* Where a thread's codes become numbers, and its sums are. */
+/* Where a thread's codes become numbers, and its sums are. summed_row: of the block of rows whose sums of groups lie in
+ * `numbers`, or -1. */
 typedef struct {
     char numbers[(LANES == 8 ? SLICED_GROUPS : MANY_GROUPS) * GROUP * PANEL * 4];
     float acc[SUMS];
+    int64_t summed_row;
 } __attribute__((aligned(64))) scratch_t;
 
 /* Whether so many rows go by codes, not by numbers made of them. Where vectors are short, three would go by twice;
@@ -213,6 +215,7 @@ static void multiply_code_sums(const call_t *c, int64_t row, int64_t rows, int64
 static void sum_all_groups(const call_t *c, int64_t row, int64_t rows, scratch_t *scratch) {
     const int64_t groups = c->w->k / GROUP;
     if (groups_summed(c->w) >= groups) sum_groups(c, row, rows, 0, groups, scratch);
+    scratch->summed_row = row;
 }
 #else
 INLINE int64_t most_summed_rows(const weight_t *w) { return w->k; }
