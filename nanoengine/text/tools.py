@@ -28,8 +28,9 @@ NO_ARGUMENTS: Mapping[str, Any] = {
 }
 # What may give an object properties that "properties" does not name.
 ELSEWHERE = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties"}
-# Between the parts of JSON; without a limit, a model can write spaces without end.
-WHITESPACE = r"[ \n\t]{0,16}"
+# Between the parts of JSON: nothing, a space, or a new line and what it is indented by. Were more
+# allowed, a small model would spend its tokens on blank lines.
+WHITESPACE = r"( ?|\n[ \t]{0,32})"
 GUIDANCE = {"whitespace_pattern": WHITESPACE, "lenient": False}
 
 

@@ -206,6 +206,21 @@ def test_json_is_valid(llm: LLM) -> None:
     check_schemas(llm, range(20))
 
 
+@pytest.mark.parametrize("liked", ["\n", " "], ids=["line", "space"])
+def test_a_model_that_likes_white_space_writes_little_of_it(llm: LLM, liked: str) -> None:
+    """Where it may, it writes `liked`, and nothing else between the parts: each time once."""
+    tokens = {text: llm.get_tokenizer().encode(text, add_special_tokens=False) for text in "\n\t "}
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=40,
+        logit_bias={ids[0]: 100.0 if text == liked else -100.0 for text, ids in tokens.items()},
+        structured_outputs=StructuredOutputsParams(json=OBJECT),
+    )
+    output = llm.generate(PROMPTS[:1], params, use_tqdm=False)[0].outputs[0]
+    assert re.fullmatch(r'{g"a"g:g\d+g}'.replace("g", liked), output.text), output.text
+    assert output.finish_reason == "stop"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1000, 2000, 100))
 def test_json_of_many_schemas_is_valid(llm: LLM, first: int) -> None:
