@@ -68,9 +68,9 @@ static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) 
     scratch_t scratch;
     scratch.summed_row = -1;
     const int64_t run = all_rows < 2 * count ? max64(1, steps / (RUNS * threads)) : 1;
-#pragma omp for schedule(dynamic, run)
+#pragma omp for schedule(monotonic : dynamic, run)
     for (int64_t step = 0; step < steps; step++) {
-        for (;; at++) { /* a thread's steps come in order */
+        for (;; at++) { /* in order, as LLVM's OpenMP hands steps out only where asked */
             const weight_t *w = calls[at].w;
             const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF), panels = ceil_div(halves, 2);
             const int64_t rows = choose_block_rows(w, calls[at].rows, halves, threads);

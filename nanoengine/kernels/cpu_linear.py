@@ -26,7 +26,7 @@ SOURCE = Path(__file__).with_name("cpu_linear.c")
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
 NO_BFLOAT16 = 'this CPU has no AVX512-BF16: set dtype="float32"'
 # One field per member of route_t in cpu_router.h, in that order.
-_ROUTE = struct.Struct("=6Q9q2d")
+_ROUTE = struct.Struct("=6Q10q2d")
 
 
 def is_supported() -> bool:
@@ -169,7 +169,8 @@ class CpuLinear:
             *(tensor.data_ptr() for tensor in (ids, weights, scratch)),
             *(rows, count, config.top_k),
             *(config.num_groups, config.top_groups, config.group_best),
-            *(config.scoring == "sigmoid", config.renormalises, torch.get_num_threads()),
+            *(config.scoring == "sigmoid", config.biases_logits, config.renormalises),
+            torch.get_num_threads(),
             *(config.scaling, config.least_sum),
         )
         self._tape.call(self._route, packed, logits, choice_bias, scale, ids, weights, scratch)

@@ -9,7 +9,7 @@ typedef struct { /* filled by cpu_linear.py with struct.pack: keep both in step 
     const float *scale;         /* [count], by which the weights of the chosen are multiplied, or NULL */
     int64_t *ids; /* [rows, top_k] */
     float *weights, *scratch; /* [rows, top_k]; [rows, 2 * count + groups] */
-    int64_t rows, count, top_k, groups, top_groups, group_best, by_sigmoid, renormalises, threads;
+    int64_t rows, count, top_k, groups, top_groups, group_best, by_sigmoid, by_logits, renormalises, threads;
     double scaling, least_sum; /* the second is not 0, by which nothing can be divided */
 } route_t;
 
@@ -55,8 +55,9 @@ static void route_row(const route_t *r, int64_t row) {
     float *scores = r->scratch + row * (2 * r->count + r->groups), *choice = scores + r->count;
     int64_t *ids = r->ids + row * r->top_k;
     float *weights = r->weights + row * r->top_k, total = 0;
-    score(r, r->logits + row * r->count, scores);
-    for (int64_t i = 0; i < r->count; i++) choice[i] = scores[i] + (r->bias ? r->bias[i] : 0);
+    const float *logits = r->logits + row * r->count, *chosen_by = r->by_logits ? logits : scores;
+    score(r, logits, scores);
+    for (int64_t i = 0; i < r->count; i++) choice[i] = chosen_by[i] + (r->bias ? r->bias[i] : 0);
     if (r->groups > 1) close_groups(r, choice, choice + r->count);
     for (int64_t i = 0; i < r->top_k; i++) {
         ids[i] = take(choice, r->count);

@@ -17,7 +17,11 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE static __attribute__((noinline)) /* where it would grow a function that GCC takes long for */
+#ifdef __clang__ /* it leaves GCC's out, and vectors in memory */
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 
 #define F32 0 /* not an enum: #if reads them */
 #define BF16_WIDE 1

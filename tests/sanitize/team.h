@@ -65,6 +65,11 @@ bool GOMP_loop_nonmonotonic_dynamic_start(long first, long last, long step, long
     loop_piece = piece, loop_gap = me.team->size * piece;
     return GOMP_loop_nonmonotonic_dynamic_next(begin, end);
 }
+/* Of `monotonic`, which this order is. */
+bool GOMP_loop_dynamic_next(long *begin, long *end) { return GOMP_loop_nonmonotonic_dynamic_next(begin, end); }
+bool GOMP_loop_dynamic_start(long first, long last, long step, long piece, long *begin, long *end) {
+    return GOMP_loop_nonmonotonic_dynamic_start(first, last, step, piece, begin, end);
+}
 void GOMP_loop_end(void) { GOMP_barrier(); }
 void GOMP_loop_end_nowait(void) {}
 
