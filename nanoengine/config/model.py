@@ -183,10 +183,11 @@ class ExpertsConfig:
     shared_size: of the expert that all tokens go to (0: none). averages_shared: what it gives and
     the sum of the others count by half, which `scaling` does to the latter. has_bias: of all
     products here.
-    has_choice_bias: scores have a bias for the choice alone. least_sum: is added to the sum that
-    scores are divided by, so that it is never 0. exact_router: its weight is in float32, whatever
-    the dtype of the model. latent_size: of what experts take and give, with a product before them
-    and one behind their sum; 0: they take and give what others do.
+    has_choice_bias: scores have a bias for the choice alone; biases_logits: what they are scores of
+    has it instead. least_sum: is added to the sum that scores are divided by, so that it is never
+    0. exact_router: its weight is in float32, whatever the dtype of the model. latent_size: of what
+    experts take and give, with a product before them and one behind their sum; 0: they take and
+    give what others do.
     """
 
     count: int
@@ -203,6 +204,7 @@ class ExpertsConfig:
     averages_shared: bool = False
     has_bias: bool = False
     has_choice_bias: bool = False
+    biases_logits: bool = False
     least_sum: float = LEAST_SUM
     exact_router: bool = False
     latent_size: int = 0

@@ -74,6 +74,7 @@ def read_experts(
         shared_size=shared,
         averages_shared=averages,
         has_choice_bias=names.has_choice_bias and content.get("use_expert_bias") is not False,
+        biases_logits=names.biases_logits,
         least_sum=names.least_sum,
         latent_size=_latent_size(content, names),
         **_groups(content, names, count),

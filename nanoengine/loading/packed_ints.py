@@ -91,7 +91,8 @@ def packed_format(config: object) -> PackedFormat | None:
     own = _own_packing(config)
     if group is None or own is None:
         return None
-    if method == "awq" and bits == 4 and config.get("version", "gemm") in ("gemm", "GEMM"):
+    is_gemm = config.get("version", "gemm") in ("gemm", "GEMM")
+    if method == "awq" and bits == 4 and is_gemm and not own:
         return PackedFormat(method, 4, group)
     kind = config.get("checkpoint_format", "gptq")
     if method == "gptq" and bits in BITS and kind in ("gptq", "gptq_v2"):

@@ -39,10 +39,11 @@ class ExpertNames:
     names of the router, and of gate, up and down. has_bias, exact_router: ExpertsConfig's.
     is_turned: a tensor for all experts is [experts, inputs, outputs], and gate and up take turns.
     scoring: as in ExpertsConfig; has_choice_bias: whether scores may have a bias for the choice
-    alone. least_sum: ExpertsConfig's. group_best: ExpertsConfig's; 0: there are no groups.
-    group_method: with which `topk_method` there are; "": with any. shared: the name of the expert
-    that all tokens go to; "": none. num_shared: the key of how many experts it is as wide as;
-    shared_size: the key of its size, where there is one. has_shared_gate: whether it has a gate.
+    alone. biases_logits, least_sum: ExpertsConfig's. group_best: ExpertsConfig's; 0: there are no
+    groups. group_method: with which `topk_method` there are; "": with any. shared: the name of the
+    expert that all tokens go to; "": none. num_shared: the key of how many experts it is as wide
+    as; shared_size: the key of its size, where there is one. has_shared_gate: whether it has a
+    gate.
     latent_size: the key of ExpertsConfig's. top_k: the key of experts a token. scoring_key: that of
     `scoring`, where config.json says it; then a softmax renormalises. combination: the key that
     says if ExpertsConfig's averages_shared. switch: the key that says whether there are any; "":
@@ -60,6 +61,7 @@ class ExpertNames:
     is_turned: bool = False
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     has_choice_bias: bool = False
+    biases_logits: bool = False
     least_sum: float = LEAST_SUM
     group_best: int = 0
     group_method: str = ""
@@ -84,6 +86,7 @@ class Architecture:
     rule_eps: eps of the norm behind a delta rule; None: as of the others.
     norm_offset: RMSNorm adds this to its weight, and is in fp32 throughout; None: neither.
     last_norm_offset: that of the norm before the output head; None: the same.
+    has_norm_weights: norms of the residual stream have weights.
     norms_embeddings: embeddings go through RMSNorm without a weight.
     layer_norm: norms are LayerNorm instead, LayerOps.layer_norm. norm_bias: they have a bias.
     is_parallel: attention and feed-forward see the same norm of x, and both are added to x.
@@ -93,6 +96,7 @@ class Architecture:
     v_norm: RMSNorm of each head of v, without a weight.
     qkv_bias: q, k and v have a bias even if config.json has no key for it. out_bias: the bias that
     config.json has a key for is also of the output.
+    turns_back: heads are rotated the other way, by the same angles.
     fused: what a checkpoint has one tensor for: "qkv", "gate_up".
     pairs_take_turns: the two numbers of a rotated pair are neighbours in a checkpoint, those that
     are rotated before the others.
@@ -140,6 +144,7 @@ class Architecture:
     rule_eps: float | None = None
     norm_offset: float | None = None
     last_norm_offset: float | None = None
+    has_norm_weights: bool = True
     norms_embeddings: bool = False
     layer_norm: bool = False
     norm_bias: bool = False
@@ -152,6 +157,7 @@ class Architecture:
     out_bias: bool = True
     fused: tuple[Literal["qkv", "gate_up"], ...] = ()
     pairs_take_turns: bool = False
+    turns_back: bool = False
     activation: Activation = "silu"
     is_gated: bool = True
     mtp: Literal["", "mtp", "layer"] = ""

@@ -27,6 +27,7 @@ from nanoengine.models.families import (
     OLMO,
 )
 from nanoengine.models.hybrids import HYBRIDS
+from nanoengine.models.latent_mixtures import LATENT_MIXTURES
 from nanoengine.models.mixtures import MIXTURES
 
 _DENSE = {  # with attention in all layers
@@ -334,6 +335,21 @@ _DENSE = {  # with attention in all layers
             "sliding_window": 2048,
         },
     ),
+    "NanoChatForCausalLM": Architecture(
+        "nanochat (d20, d32)",
+        has_norm_weights=False,
+        norms_embeddings=True,
+        qk_norm="head",
+        norms_of_heads=(),
+        norms_turned=True,
+        turns_back=True,
+        activation="relu2",
+        is_gated=False,
+        names={"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"},
+        reads=("final_logit_softcapping",),
+        requires={"hidden_act": (None, "relu2")},
+        defaults={"final_logit_softcapping": 15.0},
+    ),
     "NemotronForCausalLM": Architecture(
         "Nemotron and Minitron (dense, 4B to 340B)",
         **LAYER_NORM,
@@ -498,7 +514,7 @@ _DENSE = {  # with attention in all layers
         defaults=GEMMA_2_DEFAULTS,
     ),
 }
-ARCHITECTURES = dict(sorted((_DENSE | MIXTURES | HYBRIDS).items()))
+ARCHITECTURES = dict(sorted((_DENSE | MIXTURES | LATENT_MIXTURES | HYBRIDS).items()))
 # How checkpoints at the hub spell classes that transformers calls otherwise.
 SPELLINGS = {
     "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",

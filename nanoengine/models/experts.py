@@ -75,8 +75,8 @@ class CodedExpert:
 @dataclass(frozen=True, slots=True)
 class Routing:
     """How experts are chosen by what a router gives. choice_bias: fp32 [experts], added to the
-    scores for the choice alone. scale: fp32 [experts], by which the weights of the chosen are
-    multiplied.
+    scores, or to the logits, for the choice alone. scale: fp32 [experts], by which the weights of
+    the chosen are multiplied.
     """
 
     config: ExpertsConfig
@@ -198,7 +198,9 @@ def route(routing: Routing, logits: Tensor) -> tuple[Tensor, Tensor]:
     first, and their weights, fp32 [tokens, top_k].
     """
     config, scores = routing.config, SCORES[routing.config.scoring](logits)
-    choice = scores if routing.choice_bias is None else scores + routing.choice_bias
+    choice = logits if config.biases_logits else scores
+    if routing.choice_bias is not None:
+        choice = choice + routing.choice_bias
     if config.num_groups > 1:
         choice = _in_top_groups(config, choice)
     ids = _largest(choice, config.top_k)

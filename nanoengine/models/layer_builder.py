@@ -253,7 +253,8 @@ class LayerBuilder:
     def _head_order(self, index: int) -> Tensor | None:
         """As rope.head_order; layers without a rotation have that of the others."""
         rope, dim = _rope(self._config, index), self._config.shape(index).head_dim
-        return head_order(rope or self._config.rope, dim, self._architecture.pairs_take_turns)
+        row = self._architecture
+        return head_order(rope or self._config.rope, dim, row.pairs_take_turns, row.turns_back)
 
     def _in_order(self, index: int, parts: list[Weight]) -> Weight:
         """Weights or biases of q, k and v as [(heads + 2 kv_heads) x head_dim, ...], the heads of q

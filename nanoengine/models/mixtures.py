@@ -1,5 +1,6 @@
 """The architectures whose layers are mixtures of experts, with attention in all: rows of
-ARCHITECTURES. Gemma 4 has one beside dense models, in architectures.py.
+ARCHITECTURES. Those with latent attention are in latent_mixtures.py; Gemma 4 has one beside dense
+models, in architectures.py.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ from nanoengine.models.families import (
     GRANITE_MULTIPLIERS,
     GRANITE_SWA,
     HUNYUAN,
-    LATENT,
-    LATENT_DEFAULTS,
-    LATENT_REQUIRES,
     OLMO,
     SCORES_BY_SIGMOID,
 )
@@ -108,49 +106,6 @@ MIXTURES = {
             "shared_expert_combination_strategy": "average",
             "sliding_window": 4096,
             "tie_word_embeddings": True,
-        },
-    ),
-    "DeepseekV2ForCausalLM": Architecture(
-        "DeepSeek-V2 (Lite 16B, 236B)",
-        latent=True,
-        requires=LATENT_REQUIRES
-        | {
-            "scoring_func": (None, "softmax"),
-            "norm_topk_prob": (None, False),
-            "topk_method": ("greedy", "group_limited_greedy"),
-            "mlp_bias": (None, False),
-        },
-        experts=ExpertNames(
-            renormalises=False,
-            group_best=1,
-            group_method="group_limited_greedy",
-            shared="shared_experts",
-        ),
-        defaults=LATENT_DEFAULTS
-        | {
-            "q_lora_rank": 1536,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 1407,
-            "topk_method": "greedy",
-        },
-    ),
-    "DeepseekV3ForCausalLM": Architecture(
-        "DeepSeek-V3, R1 (671B)",
-        **LATENT,
-        experts=SCORES_BY_SIGMOID,
-        defaults=LATENT_DEFAULTS
-        | {
-            "q_lora_rank": 1536,
-            "n_routed_experts": 256,
-            "n_group": 8,
-            "topk_group": 4,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 3,
-            "moe_intermediate_size": 2048,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
         },
     ),
     "Dots1ForCausalLM": Architecture(
@@ -267,25 +222,6 @@ MIXTURES = {
             "rms_norm_eps": 1e-5,
         },
     ),
-    "Glm4MoeLiteForCausalLM": Architecture(
-        "GLM 4.7 Flash (30B-A3B)",
-        **LATENT,
-        experts=SCORES_BY_SIGMOID,
-        defaults=LATENT_DEFAULTS
-        | {
-            "q_lora_rank": 768,
-            "qk_nope_head_dim": 192,
-            "v_head_dim": 256,
-            "n_routed_experts": 64,
-            "num_experts_per_tok": 4,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 1536,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.8,
-            "rms_norm_eps": 1e-5,
-        },
-    ),
     "GptOssForCausalLM": Architecture(
         "gpt-oss (20b, 120b)",
         activation="clamped_swiglu",
@@ -360,6 +296,35 @@ MIXTURES = {
             num_shared="num_shared_expert",
             top_k="moe_topk",
         ),
+    ),
+    "Kolibri1ForCausalLM": Architecture(
+        "Kolibri 1 (75B-A3B)",
+        norms=NormNames(after_attention="post_attn_norm", after_mlp="post_ffn_norm"),
+        qk_norm="head",
+        windows="pattern",
+        ropes_in_windows=True,
+        experts=ExpertNames(
+            exact_router=True,
+            scoring="sigmoid",
+            has_choice_bias=True,
+            biases_logits=True,
+            shared="shared_experts",
+            shared_size="shared_expert_intermediate_size",
+        ),
+        names={"mlp.gate.e_score_correction_bias": "moe.router.expert_bias"},
+        requires={"hidden_act": (None, "silu"), "attention_bias": (None, False)},
+        defaults={
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": False,
+            "num_experts": 384,
+            "num_experts_per_tok": 6,
+            "num_key_value_heads": 4,
+            "shared_expert_intermediate_size": 512,
+            "sliding_window": 513,
+            "sliding_window_pattern": 5,
+        },
     ),
     "LagunaForCausalLM": Architecture(
         "Laguna (XS 33B-A3B, S 118B-A8B)",
@@ -455,35 +420,6 @@ MIXTURES = {
             "num_key_value_heads": 8,
             "num_local_experts": 256,
             "rope_theta": 5e6,
-        },
-    ),
-    "Mistral4ForCausalLM": Architecture(
-        "Mistral Small 4 (119B-A6.5B)",
-        latent=True,
-        scales_queries=True,
-        requires={"hidden_act": (None, "silu"), "attention_bias": (None, False)},
-        experts=ExpertNames(group_best=2, shared="shared_experts"),
-        defaults={
-            "kv_lora_rank": 256,
-            "q_lora_rank": 1024,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 128,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 2048,
-            "norm_topk_prob": True,
-            "max_position_embeddings": 1048576,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 128.0,
-                "original_max_position_embeddings": 8192,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            },
         },
     ),
     "MixtralForCausalLM": Architecture(

@@ -79,6 +79,8 @@ class Norms:
 
     def _stored(self, name: str, offset: float | None) -> Norm:
         architecture = self._architecture
+        if not architecture.has_norm_weights:
+            return self.unit(self._config.hidden_size)
         weight = numbers_of(self._source(f"{name}.weight"))
         bias = numbers_of(self._source(f"{name}.bias")) if architecture.norm_bias else None
         if offset is not None and architecture.layer_norm:  # PyTorch wants the dtype of x

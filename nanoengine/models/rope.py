@@ -75,19 +75,24 @@ def rotary_pairs(rope: RopeConfig, head_dim: int) -> int:
     return int(head_dim * rope.partial_rotary_factor) // 2
 
 
-def head_order(rope: RopeConfig, head_dim: int, take_turns: bool = False) -> Tensor | None:
+def head_order(
+    rope: RopeConfig, head_dim: int, take_turns: bool = False, turns_back: bool = False
+) -> Tensor | None:
     """The order of a stored q or k head's dimensions that makes (i, i + head_dim / 2) its pairs.
 
     None: they are its pairs as stored. With a partial rotary factor, a checkpoint has the pairs
     (i, i + rotated / 2) in the first `rotated` dimensions; or (2i, 2i + 1), where they take turns.
+    One that turns back, by the same angles, has them the other way round.
     One order for q and k changes no q k.
     """
     pairs = rotary_pairs(rope, head_dim)
-    if 2 * pairs == head_dim and not take_turns:
+    if 2 * pairs == head_dim and not (take_turns or turns_back):
         return None
     first, second, rest = torch.arange(head_dim).tensor_split((pairs, 2 * pairs))
     if take_turns:
         first, second = torch.arange(2 * pairs).view(-1, 2).T
+    if turns_back:
+        first, second = second, first
     rest_first, rest_second = rest.chunk(2)
     return torch.cat((first, rest_first, second, rest_second))
 

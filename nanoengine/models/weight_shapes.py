@@ -71,7 +71,9 @@ def _mtp_shapes(config: ModelConfig) -> Shapes:
 
 
 def _norm_shapes(config: ModelConfig, name: str) -> Shapes:
-    for part in ("weight", "bias") if ARCHITECTURES[config.architecture].norm_bias else ("weight",):
+    architecture = ARCHITECTURES[config.architecture]
+    is_there = {"weight": architecture.has_norm_weights, "bias": architecture.norm_bias}
+    for part in filter(is_there.get, is_there):
         yield f"{name}.{part}", (config.hidden_size,)
 
 

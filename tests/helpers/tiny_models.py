@@ -94,6 +94,22 @@ TINY: dict[str, TinyModel] = {
         },
         seed=138,
     ),
+    # Norms without weights, a head that turns back, a cap that logits reach.
+    "nanochat": TinyModel("nanochat", {"rms_norm_eps": 0.02}, seed=141),
+    # What experts are scores of has a bias, by which another one is chosen than by their scores.
+    "kolibri": TinyModel(
+        "kolibri1",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rms_norm_eps": 0.02,
+        },
+        seed=140,
+    ),
     # The text model of one for images: the layer that sees all keys does not turn.
     "muse-glimmer": TinyModel(
         "muse_glimmer",

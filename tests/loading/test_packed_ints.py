@@ -473,6 +473,8 @@ def test_damage_is_refused(
         GPTQ | {"dynamic": {"-:.*down.*": {}, "+:.*up.*": {"bits": 3}}},
         AUTO_ROUND | {"extra_config": {"a": {"bits": 2}}},
         AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"},
+        AUTO_ROUND
+        | {"packing_format": "auto_round:auto_awq", "extra_config": {"a": {"group_size": 32}}},
         AUTO_ROUND | {"data_type": "mx_fp"},
         GPTQ | {"dynamic": ["-:.*down.*"]},
         GPTQ | {"group_size": 10**30},
