@@ -199,9 +199,9 @@ class ChatParsers:
         """How the calls of an answer are written. Raises InvalidParamsError if there are none."""
         if not self.shows_tools:
             raise InvalidParamsError(
-                "tools are not shown to this model: its chat template has none; describe them in "
-                "a message, and ask for structured outputs (structured_outputs, or a server's "
-                "response_format)"
+                "tools are not shown to this model: its chat template has none; give the engine a "
+                "chat_template that shows them, or describe them in a message, and ask for "
+                "structured outputs (structured_outputs, or a server's response_format)"
             )
         if self.tools is not None and (self.tools.frame or not use.must_call):
             return self.tools

@@ -1,4 +1,6 @@
-"""Tokens that are single bytes, in vocabularies whose other tokens are texts."""
+"""Tokens that are single bytes, in vocabularies whose other tokens are texts; and the letters of
+vocabularies whose tokens are all of bytes.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,23 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
+from tokenizers.pre_tokenizers import ByteLevel
+
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters that byte-level vocabularies write for bytes: one that prints is itself, the
+    others follow in order.
+    """
+    letters = sorted(ByteLevel.alphabet())
+    printed = [ord(letter) for letter in letters if ord(letter) < 256]
+    others = sorted(set(range(256)) - set(printed))
+    return dict(zip(letters, printed + others, strict=True))
+
+
+BYTE_LETTERS = _byte_letters()
 
 
 def with_replacements(tokens: Iterable[str]) -> Iterator[str]:

@@ -33,8 +33,28 @@ def with_names_in_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     return made
 
 
+def with_names_of_tools(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, of which those with a tool's answer have the name that its call had."""
+    names: dict[str, str] = {}
+    made = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            name = _name_of(call)
+            if name is not None and isinstance(call.get("id"), str):
+                names[call["id"]] = name
+        name = names.get(str(message.get("tool_call_id")))
+        made.append(message if name is None else {"name": name, **message})
+    return made
+
+
 def _own_id(call: object, number: int) -> str | None:
     """None: it is no call of a function."""
+    name = _name_of(call)
+    return None if name is None else f"functions.{name}:{number}"
+
+
+def _name_of(call: object) -> str | None:
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    return f"functions.{name}:{number}" if isinstance(name, str) else None
+    return name if isinstance(name, str) else None

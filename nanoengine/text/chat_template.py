@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, shown, warn_user
-from nanoengine.text.call_ids import SIGN, with_names_in_ids
+from nanoengine.text.call_ids import SIGN, with_names_in_ids, with_names_of_tools
 from nanoengine.text.checked_json import object_in
 from nanoengine.text.template_process import TemplateProcess
 
@@ -32,6 +32,7 @@ NOT_TEMPLATE_VARIABLES = frozenset(
 )
 MAX_WARNED = 8
 MARK = "nanoengine asks"  # no template has it of its own
+TEXT_PARTS = ("text", "input_text", "output_text")
 ROLES = ("system", "user", "assistant", "tool")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -128,11 +129,16 @@ def _message_forms(checked: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The messages with the arguments of calls as objects, as most templates expect; then those
     that differ from it, for templates that refuse it: with the content None that calls may have
     (DeepSeek-V3.1 asks for it), and also with arguments as they were given (DeepSeek writes their
-    text).
+    text); with no text as the content (SmolLM2 adds to it); and with names of tools beside their
+    answers (Hermes 2 Pro wants them).
     """
-    whole = [({"content": None} if "tool_calls" in m else {}) | m for m in checked]
+    whole, empty = (
+        [({"content": content} if "tool_calls" in m else {}) | m for m in checked]
+        for content in (None, "")
+    )
     forms = [_with_objects(checked)]
-    for form in (_with_objects(whole), whole):
+    texts = _with_objects(empty)
+    for form in (_with_objects(whole), whole, texts, with_names_of_tools(texts)):
         if form not in forms:
             forms.append(form)
     return forms
@@ -143,9 +149,13 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidPromptError(f"{where} must be a dict, not {type(message).__name__}")
     plain = {k: v for k, v in _plain(message, where).items() if v is not None}
-    content = plain.get("content")
+    if plain.get("tool_calls") == []:  # a template may take it for calls
+        del plain["tool_calls"]
     if not isinstance(plain.get("role"), str):
         raise _wrong_kind(where, "role", "a string", message)
+    content = plain.get("content")
+    if content is None and plain["role"] == "assistant" and "tool_calls" not in plain:
+        content = ""
     if isinstance(content, list) and content:
         plain["content"] = _as_parts(_texts_of_parts(content, f"{where}['content']"))
     elif isinstance(content, str):
@@ -187,7 +197,7 @@ def _texts_of_parts(parts: list[Any], where: str) -> list[str]:
     texts = []
     for index, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else part
-        text = part.get("text") if isinstance(part, dict) and kind == "text" else None
+        text = part.get("text") if isinstance(part, dict) and kind in TEXT_PARTS else None
         if not isinstance(text, str):
             raise InvalidPromptError(
                 f"{where}[{index}] is {shown(kind)}, but only text is read, as in "

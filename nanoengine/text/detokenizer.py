@@ -4,28 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers.pre_tokenizers import ByteLevel
-
-from nanoengine.text.byte_tokens import BYTE_TOKEN, REPLACEMENT
+from nanoengine.text.byte_tokens import BYTE_LETTERS, BYTE_TOKEN, REPLACEMENT
 from nanoengine.text.tokenizer import Tokenizer
 
 # After this many tokens without a complete end, some text is given out anyway. A character has at
 # most 4 bytes, so half of the tokens hold the last character and the text before it.
 MAX_PENDING_TOKENS = 8
 MAX_BROKEN = 3  # bytes of a character that lacks one
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letters that byte-level vocabularies write for bytes: one that prints is itself, the
-    others follow in order.
-    """
-    letters = sorted(ByteLevel.alphabet())
-    printed = [ord(letter) for letter in letters if ord(letter) < 256]
-    others = sorted(set(range(256)) - set(printed))
-    return dict(zip(letters, printed + others, strict=True))
-
-
-BYTE_LETTERS = _byte_letters()
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any
 from nanoengine.errors import InvalidParamsError, RequestError
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoengine.text import template_worker
+from nanoengine.text.closed_schemas import closed
 from nanoengine.text.reasoning import ReasoningSyntax, reasoning_in
 from nanoengine.text.schema_formats import readable
 from nanoengine.text.template_process import WorkerProcess
@@ -27,6 +28,7 @@ from nanoengine.text.tools import WHITESPACE
 MAX_CACHED = 1 << 20  # bytes of the forms whose grammars are kept
 ENTRY = 16 << 10  # bytes that a small one counts for: its grammar takes more than its text
 COMPILE_SECONDS = 3.0
+CHANGED = ('"format"', '"pattern', '"properties"')  # what is not left as a schema has it
 MAX_REASON = 300  # characters of llguidance's errors
 NO_TEXT = "NoExtensionBias"  # llguidance's whole error about a form that no text fits
 # Of one step, so that no grammar keeps other requests waiting; llguidance's defaults are higher.
@@ -114,8 +116,8 @@ class Grammars:
 
         kind, text = source
         try:
-            if kind == "json" and ('"format"' in text or '"pattern' in text):
-                text = json.dumps(readable(json.loads(text)), ensure_ascii=False)
+            if kind == "json" and any(key in text for key in CHANGED):
+                text = json.dumps(closed(readable(json.loads(text))), ensure_ascii=False)
             grammar = self._tried(kind, text)
             limits = LLParserLimits(verbose_errors=False, **LIMITS)
             compiled = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)

@@ -13,17 +13,17 @@ that people bring most. FLAGS are those of `vllm serve` and its like that are no
 
 SETTINGS = """\
 works
-  vLLM: model tokenizer dtype seed load_format quantization max_model_len max_num_seqs
+  vLLM: model tokenizer chat_template dtype seed load_format quantization max_model_len max_num_seqs
     max_num_batched_tokens gpu_memory_utilization enable_prefix_caching enforce_eager
     attention_backend generation_config tensor_parallel_size max_num_partial_prefills
     max_long_partial_prefills long_prefill_token_threshold
-  FastDeploy: model tokenizer seed quantization max_model_len max_num_seqs max_num_batched_tokens
-    gpu_memory_utilization enable_prefix_caching tensor_parallel_size max_num_partial_prefills
-    max_long_partial_prefills long_prefill_token_threshold
+  FastDeploy: model tokenizer chat_template seed quantization max_model_len max_num_seqs
+    max_num_batched_tokens gpu_memory_utilization enable_prefix_caching tensor_parallel_size
+    max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold
   LMDeploy: dtype enable_prefix_caching num_gpu_blocks
   nano-vllm: model max_model_len max_num_seqs max_num_batched_tokens gpu_memory_utilization
     tensor_parallel_size enforce_eager kvcache_block_size enable_cpu_offload num_gpu_blocks
-  SGLang: dtype quantization load_format device attention_backend  transformers: dtype
+  SGLang: chat_template dtype quantization load_format device attention_backend  transformers: dtype
   llama.cpp: seed  Ollama: seed
 renamed: model
   LMDeploy: model_path  SGLang: model_path  transformers: pretrained_model_name_or_path
@@ -116,9 +116,11 @@ missing unless (0, 1): here it is nothing: the budget is always planned
   FastDeploy: use_warmup
 missing: here it is nothing: preempted KV is kept where there is room
   vLLM: preemption_mode  LMDeploy: eviction_type
-missing unless (False,): here it is nothing: code from a checkpoint is never run
-  vLLM: trust_remote_code code_revision  FastDeploy: trust_remote_code  LMDeploy: trust_remote_code
+missing unless (False, True): here it is nothing: code from a checkpoint is never run; leave it out
+  vLLM: trust_remote_code  FastDeploy: trust_remote_code  LMDeploy: trust_remote_code
   SGLang: trust_remote_code  transformers: trust_remote_code
+missing: here it is nothing: code from a checkpoint is never run
+  vLLM: code_revision
 missing unless (0, 0.0): it offloads weights, which nanoengine cannot do; offload KV with
 enable_cpu_offload=True and kv_offload_gib
   vLLM: cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group
@@ -202,16 +204,16 @@ missing: llguidance reads all grammars; a request gives one in structured_output
     guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties
   FastDeploy: guided_decoding_backend guided_decoding_disable_any_whitespace
   SGLang: grammar_backend
+missing unless (False, True): here it is nothing: tools may always be called; leave it out
+  vLLM: enable_auto_tool_choice
 missing: LLM.chat and the server read thoughts and tool calls; which parser, its template says, or
 the server's --tool-call-parser and --reasoning-parser
   vLLM: reasoning_parser reasoning_parser_plugin reasoning_config tool_call_parser
-    enable_auto_tool_choice tool_parser_plugin
+    tool_parser_plugin
   FastDeploy: reasoning_parser tool_call_parser tool_parser_plugin
   LMDeploy: reasoning_parser tool_call_parser  SGLang: reasoning_parser tool_call_parser
-missing: chat() takes the model's own template; render another one with transformers, and give the
-text to generate()
-  vLLM: chat_template  FastDeploy: chat_template  LMDeploy: chat_template_config
-  SGLang: chat_template  llama.cpp: chat_format chat_handler  Ollama: template
+changed: chat_template, a file of Jinja code or the code
+  LMDeploy: chat_template_config  llama.cpp: chat_format chat_handler  Ollama: template
 missing: code that changes logits is not supported; there are logit_bias, allowed_token_ids and
 bad_words of SamplingParams
   vLLM: logits_processors logits_processor_pattern  FastDeploy: logits_processors
@@ -494,9 +496,10 @@ add what the answer begins with, and give generate() the ids of encode(text,
 add_special_tokens=False)
   vLLM: continue_final_message
   transformers: continue_final_message tokenize return_dict return_tensors
-missing unless ('auto',): chat() takes the model's own template; render another one with
-transformers, and give the text to generate()
-  vLLM: chat_template chat_template_content_format  FastDeploy: chat_template
+missing: another template is a setting of the engine, LLM(..., chat_template=file)
+  vLLM: chat_template  FastDeploy: chat_template
+missing unless ('auto',): how a template takes parts of a content is tried out; leave it out
+  vLLM: chat_template_content_format
 missing: give token ids as the prompt: llm.generate([1, 2, 3]) or {"prompt_token_ids": [1, 2, 3]}
   vLLM: prompt_token_ids  SGLang: input_ids  transformers: input_ids inputs_embeds
 missing: give it as the first argument, without a name

@@ -1,9 +1,10 @@
 """A JSON schema as llguidance is to read it: the formats of its texts that say something, and its
-patterns.
+patterns; and what goes through the schemas of a schema.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 # Section 7.3 of JSON Schema's "Validation" (2020-12).
@@ -22,8 +23,13 @@ def readable(schema: Any) -> Any:
     """A schema without the formats that JSON Schema does not define, as "password", which are notes
     to readers, by its section 7.2.3: llguidance would refuse them. Its patterns are as in `sound`.
     """
+    return rebuilt(schema, _readable)
+
+
+def rebuilt(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A schema, of which each schema is what `change` makes of it, those inside it first."""
     if isinstance(schema, list):
-        return [readable(each) for each in schema]
+        return [rebuilt(each, change) for each in schema]
     if not isinstance(schema, dict):
         return schema
     made = {}
@@ -31,15 +37,20 @@ def readable(schema: Any) -> Any:
         if key in VALUES:
             made[key] = value
         elif key in NAMED and isinstance(value, dict):
-            are_patterns = key == "patternProperties"
-            made[key] = {
-                sound(name) if are_patterns else name: readable(each)
-                for name, each in value.items()
-            }
-        elif key == "pattern" and isinstance(value, str):
-            made[key] = sound(value)
-        elif key != "format" or not isinstance(value, str) or value in FORMATS:
-            made[key] = readable(value)
+            made[key] = {name: rebuilt(each, change) for name, each in value.items()}
+        else:
+            made[key] = rebuilt(value, change)
+    return change(made)
+
+
+def _readable(schema: dict[str, Any]) -> dict[str, Any]:
+    made = dict(schema)
+    if isinstance(named := made.get("format"), str) and named not in FORMATS:
+        del made["format"]
+    if isinstance(pattern := made.get("pattern"), str):
+        made["pattern"] = sound(pattern)
+    if isinstance(named := made.get("patternProperties"), dict):
+        made["patternProperties"] = {sound(name): each for name, each in named.items()}
     return made
 
 

@@ -18,10 +18,12 @@ from nanoengine.text.byte_tokens import REPLACEMENT, with_replacements
 from nanoengine.text.chat_template import ChatTemplate
 from nanoengine.text.checked_json import has_file
 from nanoengine.text.known_methods import OF_TOKENIZERS, explains_methods
+from nanoengine.text.tekken import Tekken
 from nanoengine.text.template_process import RENDER_SECONDS, TemplateProcess
 from nanoengine.text.tokenizer_files import (
     add_outside_tokens,
     backend_from_transformers,
+    is_tekken,
     let_interrupts_through,
     read_backend,
     read_chat_templates,
@@ -45,6 +47,7 @@ class Tokenizer:
         """special_tokens: names such as "eos_token" to texts. chat_templates: names to Jinja code.
         template_seconds: time limit of a template for one text."""
         self.folder: Path | None = None  # that it was read from
+        self.given_template: str | None = None  # in place of the folder's
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
         process = TemplateProcess(template_seconds)
@@ -56,21 +59,30 @@ class Tokenizer:
         backend.no_truncation()
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
+    def from_folder(cls, folder: Path, chat_template: str | None = None) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json, added_tokens.json, special_tokens_map.json,
-        chat_template.jinja.
+        chat_template.jinja; or Mistral's tekken.json. chat_template: Jinja code in place of what
+        the folder has.
 
         Raises ModelNotFoundError if there is no tokenizer, CorruptModelError for a damaged file,
         ModelLoadError for one that cannot be read or converted.
         """
         path = folder / "tokenizer.json"
         is_there = has_file(path)
-        backend = read_backend(path) if is_there else backend_from_transformers(folder)
+        known: dict[str, str] = {}
         if is_there:
+            backend = read_backend(path)
             add_outside_tokens(backend, folder)
-        made = cls(backend, read_special_tokens(folder), read_chat_templates(folder))
+        elif is_tekken(folder):
+            tekken = Tekken(folder)
+            backend, known = tekken.backend(), tekken.special_tokens()
+        else:
+            backend = backend_from_transformers(folder)
+        given = {} if chat_template is None else {"default": chat_template}
+        templates = given or read_chat_templates(folder)
+        made = cls(backend, read_special_tokens(folder, known), templates)
         try_out(backend, path if is_there else folder)  # without a file's padding
-        made.folder = folder
+        made.folder, made.given_template = folder, chat_template
         return made
 
     @property
@@ -237,7 +249,7 @@ class Tokenizer:
         if not self._templates:
             raise RequestError(
                 "this model has no chat template (neither chat_template.jinja nor one in "
-                "tokenizer_config.json); send a plain prompt instead"
+                "tokenizer_config.json); send a plain prompt, or give the engine a chat_template"
             )
         name = self._template_name(has_tools)
         if name not in self._templates:

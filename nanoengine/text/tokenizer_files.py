@@ -11,8 +11,16 @@ from typing import Any, TypeGuard
 import tokenizers
 from tokenizers import AddedToken
 
-from nanoengine.errors import CorruptModelError, ModelLoadError, ModelNotFoundError, shown
+from nanoengine.errors import (
+    ConfigError,
+    CorruptModelError,
+    ModelLoadError,
+    ModelNotFoundError,
+    shown,
+)
 from nanoengine.text.checked_json import MAX_REASON, check_size, has_file, read_json_if_any
+from nanoengine.text.tekken import NAME as TEKKEN
+from nanoengine.text.tekken import Tekken
 from nanoengine.text.tokenizer_growth import check_normalizers, check_steps
 
 logger = logging.getLogger(__name__)
@@ -36,6 +44,10 @@ def read_eos_id(folder: Path) -> int | None:
 
     Raises ModelLoadError for a damaged file.
     """
+    if is_tekken(folder):
+        tekken = Tekken(folder)
+        named = read_special_tokens(folder, tekken.special_tokens())
+        return tekken.special_ids().get(named.get("eos_token", ""))
     text = read_special_tokens(folder).get("eos_token")
     if text is None:
         return None
@@ -185,12 +197,11 @@ def check_tokenizer_is_there(folder: Path) -> None:
             'tokenizer of a model at the hub, run `hf download MODEL --include "tokenizer*"` and '
             "give the folder that it prints"
         )
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    names = ("tokenizer.json", TEKKEN, "tokenizer.model", "vocab.json")
     if not any(has_file(folder / name) for name in names):
-        aside = "; its tekken.json is not read" * has_file(folder / "tekken.json")
         raise ModelNotFoundError(
-            f"{shown(str(folder))} has no {names[0]}, {names[1]} or {names[2]}; set tokenizer to a "
-            f"folder that has one{aside}"
+            f"{shown(str(folder))} has no {', '.join(names[:-1])} or {names[-1]}; set tokenizer to "
+            "a folder that has one"
         )
 
 
@@ -216,9 +227,16 @@ def backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def read_special_tokens(folder: Path) -> dict[str, str]:
-    """Texts by name. A name in tokenizer_config.json overrides the other file, even with null."""
-    found: dict[str, str | None] = {}
+def is_tekken(folder: Path) -> bool:
+    """Whether its tokenizer is in Mistral's own form alone."""
+    return has_file(folder / TEKKEN) and not has_file(folder / "tokenizer.json")
+
+
+def read_special_tokens(folder: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Texts by name. A name in tokenizer_config.json overrides the other file, even with null, and
+    both what is `known`.
+    """
+    found: dict[str, str | None] = dict(known or {})
     for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / file_name
         config = read_json_if_any(path)
@@ -251,10 +269,26 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
     )
 
 
+def chat_template_of(given: str) -> str:
+    """The Jinja code that a setting gives, itself or as the path of a file.
+
+    Raises ConfigError where there is no such file, ModelLoadError for one that cannot be read.
+    """
+    if "{{" in given or "{%" in given:
+        return given
+    path = Path(given).expanduser()
+    if not has_file(path):
+        raise ConfigError(
+            f"chat_template: there is no file {shown(given)}; give the path of a file of Jinja "
+            "code, or the code itself"
+        )
+    return _template_in(path)
+
+
 def _template_in(path: Path) -> str:
     try:
         check_size(path)
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise CorruptModelError(f"{path} is no UTF-8 text: {error}") from error
     except OSError as error:

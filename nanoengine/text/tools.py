@@ -13,6 +13,7 @@ from typing import Any
 
 from nanoengine.errors import InvalidParamsError, shown
 from nanoengine.sampling_params import StructuredOutputsParams
+from nanoengine.text.closed_schemas import closed
 from nanoengine.text.schema_formats import readable
 from nanoengine.text.tool_syntax import MAX_NAME, Frame, head_of
 
@@ -26,8 +27,6 @@ NO_ARGUMENTS: Mapping[str, Any] = {
     "properties": {},
     "additionalProperties": False,
 }
-# What may give an object properties that "properties" does not name.
-ELSEWHERE = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties"}
 # Between the parts of JSON: nothing, a space, or a new line and what it is indented by. Were more
 # allowed, a small model would spend its tokens on blank lines.
 WHITESPACE = r"( ?|\n[ \t]{0,32})"
@@ -247,20 +246,11 @@ def _lines_of_text(use: ToolUse) -> Iterator[str]:
 
 
 def _arguments(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps(_guided({'type': 'object'} | _closed(schema)))}"
-
-
-def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool's arguments, which has those that it names and no others, unless it says
-    so: a function fails on an argument that it does not have. Open stays one that has its
-    properties from elsewhere.
-    """
-    is_whole = "properties" in schema and not ELSEWHERE & schema.keys()
-    return ({"additionalProperties": False} if is_whole else {}) | dict(schema)
+    return f"%json {json.dumps(_guided({'type': 'object'} | dict(schema)))}"
 
 
 def _guided(schema: object) -> dict[str, Any]:
     """A schema as a grammar holds it. Raises TypeError if it is no object."""
     if not isinstance(schema, dict):
         raise TypeError(f"a JSON schema must be an object here, got {shown(schema)}")
-    return {**readable(schema), "x-guidance": GUIDANCE}
+    return {**closed(readable(schema)), "x-guidance": GUIDANCE}

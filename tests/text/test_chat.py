@@ -16,6 +16,8 @@ from tiny_model import BOS_ID
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, AsyncLLM, InvalidParamsError, SamplingParams
+from nanoengine.errors import ConfigError, ModelLoadError
+from nanoengine.text.tokenizer_files import chat_template_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 SETTINGS: dict[str, Any] = {
@@ -127,3 +129,34 @@ def test_roles_that_nobody_knows_are_one_short_warning(llm: LLM) -> None:
             llm.tokenizer.apply_chat_template(messages)
         assert len(warned) == 1 and len(str(warned[0].message)) < 400
         assert time.process_time() - begun < 2
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_template_in_place_of_the_models(folder: Path, tmp_path: Path, is_file: bool) -> None:
+    """As transformers renders it, with tools that the model's own may not show."""
+    own = TEMPLATE.replace("im_start", "turn")
+    file = tmp_path / "own.jinja"
+    file.write_text(own, encoding="utf-8")
+    with LLM(folder, chat_template=file if is_file else own, **SETTINGS) as llm:
+        (found,) = llm.chat(TALK, GREEDY, use_tqdm=False)
+        assert llm.tokenizer.chat_template == own
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert found.prompt_token_ids == list(
+        theirs.apply_chat_template(TALK, chat_template=own, add_generation_prompt=True)["input_ids"]
+    )
+
+
+def test_a_templates_file_may_begin_with_a_mark(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(TEMPLATE, encoding="utf-8-sig")
+    assert chat_template_of(str(file)) == TEMPLATE
+
+
+def test_a_template_whose_name_no_system_takes() -> None:
+    with pytest.raises(ModelLoadError, match="cannot be read: File name too long"):
+        chat_template_of("x" * 300)
+
+
+def test_a_template_that_is_not_there(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no file 'none\.jinja'; give the path"):
+        LLM(folder, chat_template="none.jinja", **SETTINGS)

@@ -616,12 +616,6 @@ def test_transformers_is_not_imported(smollm2: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=120)
 
 
-def test_a_vocabulary_in_mistrals_own_form_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tekken.json").write_text("{}")
-    with pytest.raises(ModelNotFoundError, match=r"has one; its tekken\.json is not read$"):
-        Tokenizer.from_folder(tmp_path)
-
-
 # -- chat templates --------------------------------------------------------------------------------
 
 
@@ -791,6 +785,55 @@ def test_tool_calls_may_stand_without_content(tmp_path: Path) -> None:
     ours = Tokenizer.from_folder(saved(tmp_path, {"chat_template": template}))
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     assert ours.apply_chat_template([call, CHAT[0]]) == "False True "
+
+
+def test_an_empty_list_of_calls_is_none(tmp_path: Path) -> None:
+    """As in vLLM: clients send back what they got."""
+    template = (
+        "{% for m in messages %}{{ 'calls' if 'tool_calls' in m else m.content }} {% endfor %}"
+    )
+    ours = Tokenizer.from_folder(saved(tmp_path, {"chat_template": template}))
+    said: list[dict[str, Any]] = [
+        {"role": "assistant", "content": "yes", "tool_calls": empty} for empty in ([], (), None)
+    ]
+    assert ours.apply_chat_template(said) == "yes yes yes "
+    said = [{"role": "assistant", "content": None}, {"role": "assistant", "tool_calls": []}]
+    assert ours.apply_chat_template(said) == "  "
+
+
+def test_calls_without_content_for_a_template_that_adds_to_it(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}"
+    ours = Tokenizer.from_folder(saved(tmp_path, {"chat_template": template}))
+    for content in ({}, {"content": None}, {"content": ""}):
+        call = {"role": "assistant", "tool_calls": [{"id": "1"}], **content}
+        assert ours.apply_chat_template([call, {"role": "user", "content": "x"}]) == "<><x>"
+
+
+def test_answers_of_tools_for_a_template_that_wants_their_names(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{% if 'name' not in m %}"
+        "{{ raise_exception('no name') }}{% endif %}{{ m.name }}={{ m.content }} {% endif %}"
+        "{% endfor %}"
+    )
+    ours = Tokenizer.from_folder(saved(tmp_path, {"chat_template": template}))
+    calls = [{"id": name * 2, "function": {"name": name, "arguments": "{}"}} for name in "ab"]
+    talk: list[dict[str, Any]] = [
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "bb", "content": "2"},
+        {"role": "tool", "tool_call_id": "aa", "name": "own", "content": "1"},
+    ]
+    assert ours.apply_chat_template(talk) == "b=2 own=1 "
+    with pytest.raises(InvalidPromptError, match="no name"):
+        ours.apply_chat_template([*talk, {"role": "tool", "tool_call_id": "cc", "content": "3"}])
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+def test_texts_of_parts(tmp_path: Path, kind: str) -> None:
+    ours = Tokenizer.from_folder(saved(tmp_path, {"chat_template": "{{ messages[0].content }}"}))
+    assert (
+        ours.apply_chat_template([{"role": "user", "content": [{"type": kind, "text": "a"}]}])
+        == "a"
+    )
 
 
 def test_a_tokenizer_that_is_called_says_what_to_write(tokenizer: Tokenizer) -> None:
