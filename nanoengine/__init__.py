@@ -94,6 +94,10 @@ def __getattr__(name: str) -> object:
     if name in _LIGHT:
         return _importlib.import_module(f"nanoengine.{name}")
     if name not in __all__:
+        from nanoengine.api.known_imports import IMPORTS
+
+        if name in IMPORTS:  # the text of an AttributeError would not be seen
+            raise ImportError(f"{__name__!r} has no {name}; {IMPORTS[name].sentence}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from nanoengine.devices.collector import paused
 

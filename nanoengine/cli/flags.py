@@ -29,6 +29,7 @@ OWN_DEFAULTS = {"max_tokens": MAX_TOKENS, "stop": "none"}
 # What None is, of settings that are not planned at start-up.
 UNSET = {
     "tokenizer": "the model's",
+    "chat_template": "the model's",
     "quantization": "as stored",
     "activation_dtype": "off",
     "lora": "none",
@@ -46,6 +47,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_
 SETTINGS = {
     "model and device": {
         "tokenizer": "folder of another tokenizer",
+        "chat_template": "another chat template: a file of Jinja code, or the code",
         "dtype": "of weights and KV: auto, float32, bfloat16 or float16",
         "device": "where the model runs: auto, cpu, cuda, cuda:N, xpu or npu",
         "quantization": "weights in fewer bits",

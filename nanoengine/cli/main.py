@@ -21,7 +21,7 @@ from nanoengine.bench.workload import count
 from nanoengine.cli.flags import add_engine_flags, add_sampling_flags
 from nanoengine.cli.interrupts import ended_by_ctrl_c
 from nanoengine.cli.standard_streams import let_stderr_fail, open_missing_streams
-from nanoengine.cli.usage import UsageError, unknown_command, unknown_flag
+from nanoengine.cli.usage import UsageError, unknown_command, unknown_flag, without_idle_flags
 from nanoengine.config.engine import MAX_GIB
 from nanoengine.devices.logs import LEVELS, LOG_LEVEL, long_work_shown, show_logs
 from nanoengine.errors import TRACEBACK, EngineError, shown
@@ -44,7 +44,9 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Raise UsageError for a flag that this parser does not know."""
+        """Raise UsageError for a flag that this parser does not know and that asks for anything."""
+        if self._subparsers is None:  # the arguments are its own
+            args = without_idle_flags(args or (), self)
         found, extra = super().parse_known_args(args, namespace)
         # argparse before Python 3.13 gives an argument that may be left out up at the first flag.
         for action in self._get_positional_actions():

@@ -19,7 +19,7 @@ from nanoengine.errors import counted
 from nanoengine.startup.bars import Bar, Part
 from nanoengine.startup.machine_speed import MachineSpeed, remember_speed, remembered_speed
 from nanoengine.startup.plan import describe_copies
-from nanoengine.text.tokenizer_files import check_tokenizer_is_there
+from nanoengine.text.tokenizer_files import chat_template_of, check_tokenizer_is_there
 
 # GB/s that are assumed where none are given; printed beside what follows from them.
 LINK_GB_PER_S = 25.0  # PCIe 4 x16
@@ -60,6 +60,8 @@ def plan(args: argparse.Namespace) -> int:
     check_format(config.model, config.load_format, found)
     if config.tokenizer:
         check_tokenizer_is_there(Path(config.tokenizer).expanduser())
+    if config.chat_template:
+        chat_template_of(config.chat_template)
     model = read_config_of(config.model)
     machine = _machine(args, _measured(args, config), config)
     if config.enable_cpu_offload and not machine.hardware.gpu_bytes:

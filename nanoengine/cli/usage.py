@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from nanoengine.errors import near_name, shown
-from nanoengine.text.known_names import KNOWN, SCOPES, sentence_of
+from nanoengine.text.known_names import FLAG, KNOWN, SCOPES, SETTING, KnownName, sentence_of
 
 # Commands of vLLM, Ollama and others that have other names here: what to write.
 COMMANDS = {
@@ -58,6 +58,43 @@ def unknown_flag(text: str, parser: argparse.ArgumentParser) -> str:
     hint = f"did you mean --{near.replace('_', '-')}?" if near else ""
     hint = "the model needs no flag" if name == "model" else _meaning(name, known) or hint
     return f"unknown flag {shown(flag)}{'; ' if hint else ''}{hint}{more}"
+
+
+def without_idle_flags(args: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The arguments without flags of other engines that ask for what is done here anyway."""
+    kept, left = [], [*args]
+    while left:
+        each = left.pop(0)
+        flag, equals, value = each.partition("=")
+        row, is_off = _idle_row(flag, parser)
+        if row is None:
+            kept.append(each)
+            continue
+        has_next = False
+        if not equals and all(isinstance(done, bool) for done in row.done):
+            value = str(not is_off)
+        elif not equals and left:
+            value, has_next = left[0], True
+        if value.lower() not in {str(done).lower() for done in row.done}:
+            kept.append(each)
+        elif has_next:
+            left.pop(0)
+    return kept
+
+
+def _idle_row(flag: str, parser: argparse.ArgumentParser) -> tuple[KnownName | None, bool]:
+    """The row of a flag that the parser does not know, and whether it is turned off; None for one
+    whose values all ask for something.
+    """
+    if not flag.startswith("--") or flag in parser._option_string_actions:
+        return None, False
+    name = flag.removeprefix("--").replace("-", "_")
+    for each in (name, name.removeprefix("no_")):
+        for scope in (SETTING, FLAG):
+            row = KNOWN.get((scope, each))
+            if row is not None and row.done:
+                return row, each != name
+    return None, False
 
 
 def _meaning(name: str, known: set[str]) -> str:

@@ -89,7 +89,8 @@ class EngineConfig:
 
     model: a Hugging Face folder, a .gguf file, a hub id ("organisation/model"), or a name in
     loading/packaged.py: "smollm2-135m", "gemma3-270m".
-    tokenizer: another folder for it.
+    tokenizer: another folder for it. chat_template: the path of a file of Jinja code, or the code,
+    in place of the model's own.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda",
     "cuda:N"; "xpu" (Intel) and "npu" (Ascend), which nobody has tried on such a device.
     max_model_len: most tokens of one request, prompt and output.
@@ -163,6 +164,7 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    chat_template: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
@@ -206,8 +208,9 @@ class EngineConfig:
             named = f'{A_MODEL}, or a name such as "smollm2-135m"'
             raise ConfigError(f"no model was given: model must be {named}; got {self.model!r}")
         self._set("model", path_text("model", self.model))
-        if self.tokenizer is not None:
-            self._set("tokenizer", path_text("tokenizer", self.tokenizer))
+        for name in ("tokenizer", "chat_template"):
+            if getattr(self, name) is not None:
+                self._set(name, path_text(name, getattr(self, name)))
         self._check_choices()
         self._check_lora()
         self._check_prefix_cache_file()
@@ -397,10 +400,11 @@ OPTIONAL = frozenset(field.name for field in fields(EngineConfig) if field.defau
 class Settings(TypedDict, total=False):
     """The fields of EngineConfig but `model`, as keywords of LLM, AsyncLLM and LLMEngine.
 
-    dtype and device may also be torch's own, and tokenizer a path.
+    dtype and device may also be torch's own; tokenizer and chat_template paths.
     """
 
     tokenizer: str | os.PathLike[str] | None
+    chat_template: str | os.PathLike[str] | None
     dtype: str | Any
     device: str | Any
     max_model_len: int | None
@@ -471,9 +475,10 @@ def in_gib(num_bytes: int, digits: int = 2) -> str:
 
 def make_config(model: Any, settings: Mapping[str, Any]) -> EngineConfig:
     """An EngineConfig from keywords. Raises ConfigError for unknown ones, with what they are here
-    or a near name; other engines' ones that ask for what is done anyway are left out.
+    or a near name; other engines' ones that ask for what is done anyway are left out, and None.
     """
-    given = dict(settings)
+    required = NAMES - OPTIONAL
+    given = {n: v for n, v in settings.items() if v is not None or n not in required}
     if "kv_offloading_size" in given:  # vLLM's name
         given.setdefault("kv_offload_gib", given.pop("kv_offloading_size"))
     for name in given.keys() - NAMES:

@@ -60,6 +60,7 @@ def told_of_model(facts: Facts) -> dict[str, Any]:
     return {
         "model": facts.model,
         "tokenizer": str(facts.tokenizer.folder),
+        "chat_template": facts.tokenizer.given_template,
         "defaults": facts.defaults,
         "max_model_len": facts.max_model_len,
         "kv_config": facts.kv_config,

@@ -102,9 +102,10 @@ class ChatChunks(_Chunks):
         body = message.as_dict() | {"refusal": None}
         return {
             "index": made.index,
-            "message": body | _reasoning_body(thoughts),
+            "message": body | NO_REASONING | _reasoning_body(thoughts),
             "logprobs": self._logprobs(made, pieces, scores),
             "finish_reason": _finish_reason(made.finish_reason, bool(message.tool_calls)),
+            "stop_reason": made.stop_reason,
         }
 
     def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
@@ -134,7 +135,7 @@ class ChatChunks(_Chunks):
             if delta.index not in self._begun:
                 self._begun[delta.index] = self._readers(self._prompt)
                 first = {"role": "assistant", "content": ""}
-                chunks.append(self._chunk(_chat_choice(delta.index, first, None, None)))
+                chunks.append(self._chunk(_choice(delta.index, {"delta": first}, None)))
             parser, scores = self._begun[delta.index]
             pieces = parser.read(delta.text, delta.finish_reason is not None)
             said = self._said(delta.index, pieces)
@@ -145,8 +146,9 @@ class ChatChunks(_Chunks):
             if not said and (logprobs is not None or reason is not None):
                 said = [{}]
             for number, each in enumerate(said):
-                own, end = None if number else logprobs, None if each is not said[-1] else reason
-                chunks.append(self._chunk(_chat_choice(delta.index, each, own, end)))
+                own = None if number else logprobs
+                ended = (reason, delta.stop_reason) if each is said[-1] else (None, None)
+                chunks.append(self._chunk(_choice(delta.index, {"delta": each}, own, *ended)))
         return chunks
 
     def _logprobs(
@@ -198,7 +200,8 @@ class CompletionChunks(_Chunks):
                 parts.append(writer.lists(made.token_ids, made.logprobs))
             text += made.text
         lists = _joined([part for part in parts if part is not None])
-        return {"text": text, "logprobs": lists, "finish_reason": made.finish_reason}
+        ended = {"finish_reason": made.finish_reason, "stop_reason": made.stop_reason}
+        return {"text": text, "logprobs": lists} | ended
 
     def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
         """With echo, the prompt's text in each choice."""
@@ -209,7 +212,7 @@ class CompletionChunks(_Chunks):
         lists = prompt_lists(output, text, self._token_bytes)
         for index in self._choices(prompt_index):
             self._logprobs[index] = CompletionLogprobs(self._token_bytes, len(text))
-            chunks.append(self._chunk(_text_choice(index, text, lists, None)))
+            chunks.append(self._chunk(_choice(index, {"text": text}, lists)))
         return chunks
 
     def of(self, deltas: Iterable[StreamDelta], prompt_index: int) -> list[Event]:
@@ -219,7 +222,8 @@ class CompletionChunks(_Chunks):
             index = self._choices(prompt_index)[delta.index]
             if self._echo_only:
                 if delta.finish_reason is not None:
-                    choice = _text_choice(index, "", None, delta.finish_reason)
+                    ended = delta.finish_reason, delta.stop_reason
+                    choice = _choice(index, {"text": ""}, None, *ended)
                     chunks.append(self._chunk(choice))
                 continue
             self._num_out += len(delta.token_ids)
@@ -227,12 +231,17 @@ class CompletionChunks(_Chunks):
             if delta.logprobs is not None:
                 lists = self._logprobs[index].lists(delta.token_ids, delta.logprobs)
             if delta.text or delta.logprobs or reason is not None:  # its text may be held back
-                chunks.append(self._chunk(_text_choice(index, delta.text, lists, reason)))
+                choice = _choice(index, {"text": delta.text}, lists, reason, delta.stop_reason)
+                chunks.append(self._chunk(choice))
         return chunks
 
     def _choices(self, prompt_index: int) -> range:
         n = self._request.params.n
         return range(prompt_index * n, prompt_index * n + n)
+
+
+# In whole answers, as in vLLM's: clients ask for it unguarded.
+NO_REASONING = {"reasoning_content": None, "reasoning": None}
 
 
 def _reasoning_body(text: str) -> dict[str, str]:
@@ -265,13 +274,13 @@ def _joined(parts: list[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:
     return {name: [each for part in parts for each in part[name]] for name in parts[0]}
 
 
-def _chat_choice(
-    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
+def _choice(
+    index: int,
+    new: dict[str, Any],
+    logprobs: dict[str, Any] | None,
+    reason: str | None = None,
+    stop_reason: int | str | None = None,
 ) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _text_choice(
-    index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None
-) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+    """Of a chunk. new: its delta or text, by that name."""
+    ended = {"finish_reason": reason, "stop_reason": stop_reason}
+    return {"index": index, **new, "logprobs": logprobs} | ended

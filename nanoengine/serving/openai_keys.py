@@ -58,6 +58,7 @@ IS_TEXT = "answers are text"
 OTHER_FORM = "here it is structured_outputs={{{!r}: ...}}"
 IN_KWARGS = "a template that has it takes it in chat_template_kwargs"
 OWN_MESSAGE = "an answer begins a message of its own"
+GOES_ON = f"{OWN_MESSAGE}; /v1/completions goes on with the ids that /tokenize gives for the same"
 FEW = 8  # keys that an error lists
 EMPTY: tuple[Any, ...] = ("", [], {})  # such values ask for nothing, whatever their key
 # Keys that cannot be obeyed: other values that ask for nothing, and why the rest is refused.
@@ -83,9 +84,9 @@ REFUSED: Refused = {
     "enable_thinking": ((), IN_KWARGS),
     "think": ((), IN_KWARGS),
     "documents": ((), IN_KWARGS),
-    "chat_template": ((), "only the model's own template is used"),
+    "chat_template": ((), "another template is a setting of the server, --chat-template"),
     "add_generation_prompt": ((True,), OWN_MESSAGE),
-    "continue_final_message": ((False,), OWN_MESSAGE),
+    "continue_final_message": ((False,), GOES_ON),
 }
 
 

@@ -38,7 +38,7 @@ class RemoteEngine:
         """told: the worker's first message. why_ended: why nobody answers any more; may block."""
         self.facts = Facts(
             told["model"],
-            Tokenizer.from_folder(Path(told["tokenizer"])),
+            Tokenizer.from_folder(Path(told["tokenizer"]), told["chat_template"]),
             record(SamplingParams, told["defaults"]),
             told["max_model_len"],
             told["kv_config"],

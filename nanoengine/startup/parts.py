@@ -49,7 +49,7 @@ from nanoengine.startup.device_limits import (
 from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, streams
 from nanoengine.startup.weight_bytes import no_codes
 from nanoengine.text.tokenizer import Tokenizer
-from nanoengine.text.tokenizer_files import check_tokenizer_is_there
+from nanoengine.text.tokenizer_files import chat_template_of, check_tokenizer_is_there
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +99,11 @@ def load_parts(
     folder = find_folder(config, device)
     if config.tokenizer:
         check_tokenizer_is_there(Path(config.tokenizer).expanduser())
+    template = None if config.chat_template is None else chat_template_of(config.chat_template)
     is_asked = config.generation_config == "auto"
     params = read_sampling_params(folder) if is_asked else SamplingParams()
     with ThreadPoolExecutor(1) as thread:  # parse the vocabulary while weights are packed
-        tokenizer = thread.submit(load_tokenizer, config, folder)
+        tokenizer = thread.submit(load_tokenizer, config, folder, template)
         loaded = load_compute_parts(config, device, folder, sharding)
     own = {field.name: getattr(loaded, field.name) for field in fields(loaded)}
     return Parts(**own, tokenizer=tokenizer.result(), default_params=params)
@@ -352,11 +353,13 @@ def _gpu_ops(config: EngineConfig, device: Device) -> LayerOps:
     return GpuOps(graphs)
 
 
-def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:
-    """The tokenizer of the setting, else the model's; None if the model has none."""
+def load_tokenizer(config: EngineConfig, folder: Path, template: str | None) -> Tokenizer | None:
+    """The tokenizer of the setting, else the model's; None if the model has none. template: of its
+    chats, None for its own.
+    """
     if config.tokenizer:
-        return Tokenizer.from_folder(Path(config.tokenizer).expanduser())
+        return Tokenizer.from_folder(Path(config.tokenizer).expanduser(), template)
     try:
-        return Tokenizer.from_folder(folder)
+        return Tokenizer.from_folder(folder, template)
     except ModelNotFoundError:
         return None  # callers can give token ids

@@ -84,8 +84,8 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         lambda b: b.loaded(gpu_memory_utilisation=0.5),
         ("did you mean 'gpu_memory_utilization'?",),
     ),
-    "2 trust_remote_code": (
-        lambda b: b.loaded(trust_remote_code=True),
+    "2 code_revision": (
+        lambda b: b.loaded(code_revision="main"),
         ("code from a checkpoint is never run",),
     ),
     "3 load_in_4bit": (lambda b: b.loaded(load_in_4bit=True), ("4 bits (GGUF",)),

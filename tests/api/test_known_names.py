@@ -201,7 +201,7 @@ def test_a_parameter_of_another_engine_has_its_own_sentence(name: str, text: str
 @pytest.mark.parametrize(
     ("made", "name", "taken", "refused"),
     [
-        (partial(make_config, "m"), "trust_remote_code", (None, False), (True, 0, "")),
+        (partial(make_config, "m"), "trust_remote_code", (None, False, True), (0, "")),
         (partial(make_config, "m"), "enable_lora", (None, False), (True,)),
         (partial(make_config, "m"), "enable_chunked_prefill", (None, True), (False, 1)),
         (partial(make_config, "m"), "kv_cache_dtype", (None, "auto"), ("fp8", False)),
@@ -225,6 +225,13 @@ def test_a_name_may_ask_for_what_is_done_anyway(
     for value in refused:
         with pytest.raises((ConfigError, InvalidParamsError), match=name):
             made({name: value})
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(EngineConfig) if f.name != "model"])
+def test_a_setting_that_is_none_is_left_out(name: str) -> None:
+    """As scripts pass arguments on that nobody gave."""
+    made: Any = make_config("m", {name: None})
+    assert made == EngineConfig("m", **({name: None} if getattr(made, name) is None else {}))
 
 
 def test_a_chat_may_ask_for_what_is_done_anyway(tiny: Callable[[str], Path]) -> None:
@@ -296,7 +303,8 @@ def test_settings_are_the_fields_of_the_config() -> None:
     types = {f.name: str(f.type) for f in fields(EngineConfig) if f.name != "model"}
     given = {name: str(kind) for name, kind in Settings.__annotations__.items()}
     assert given.keys() == types.keys() == get_type_hints(Settings).keys()
-    wider = {"tokenizer", "draft_model", "lora", "prefix_cache_file", "dtype", "device"}
+    paths = {"tokenizer", "chat_template", "draft_model", "lora", "prefix_cache_file"}
+    wider = paths | {"dtype", "device"}
     for name, kind in types.items():
         assert name in wider or f"'{kind}'" in given[name], name
 
@@ -384,3 +392,13 @@ def test_from_engine_args_makes_an_engine(
     with pytest.raises(ConfigError, match="LoRA"):
         AsyncLLM.from_engine_args(given | {"enable_lora": True})
     AsyncLLM.from_engine_args(given).close()
+
+
+@pytest.mark.parametrize(
+    "name", ["EngineArgs", "LLMEngine", "TokensPrompt", "GuidedDecodingParams"]
+)
+def test_an_import_of_vllms_says_what_to_write(name: str) -> None:
+    with pytest.raises(ImportError, match=f"no {name}; here it is "):
+        exec(f"from nanoengine import {name}")
+    with pytest.raises(ImportError, match="cannot import name 'Engin'"):
+        exec("from nanoengine import Engin")

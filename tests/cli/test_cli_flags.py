@@ -179,3 +179,21 @@ def test_sampling_flags_are_the_fields_of_a_request() -> None:
     args = parser.parse_args(["chat", "m", "--top-k", "4", "--stop", "a", "--stop", "b"])
     assert sampling_settings(args) == {"max_tokens": 512, "top_k": 4, "stop": ["a", "b"]}
     assert "top_k" not in settings("--top-k", "4")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--enable-chunked-prefill --dtype float32",
+        "--kv-cache-dtype auto --dtype float32 --trust-remote-code",
+        "--tokenizer-mode=auto --no-trust-remote-code --dtype float32",
+        "--dtype float32 --pipeline-parallel-size 1 --async-scheduling --task generate",
+        "--enable-auto-tool-choice --dtype=float32",
+    ],
+)
+def test_flags_that_ask_for_what_is_done_are_left_out(flags: str) -> None:
+    """vLLM's, wherever they stand; values of others stay."""
+    parser, _ = make_parser()
+    for given in (["serve", "m", *flags.split()], ["serve", *flags.split(), "m"]):
+        args = parser.parse_args(given)
+        assert (args.model, args.dtype) == ("m", "float32")

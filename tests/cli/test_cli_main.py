@@ -104,6 +104,8 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "m", "--speculative-config.method", "x"], 'as in speculative="ngram:4" (see'),
         (["serve", "m", "--no-kv-offload"], "here it is kv_offload_gib, in GiB (see"),
         (["serve", "--model", "m"], "unknown flag '--model'; the model needs no flag (see"),
+        (["serve", "m", "--kv-cache-dtype", "fp8"], "unknown flag '--kv-cache-dtype'; "),
+        (["serve", "m", "--no-enable-chunked-prefill"], "unknown flag '--no-enable-chunked-"),
         (["chat", "m", "--qqqq"], "unknown flag '--qqqq' (see nanoengine chat --help)"),
         (["run", "m", "two", "words"], "unexpected argument 'words'; put a prompt of several"),
         (["--versio"], "unknown flag '--versio'; did you mean --version? (see nanoengine --help)"),

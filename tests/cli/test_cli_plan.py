@@ -211,6 +211,7 @@ def test_json_holds_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -
         "--attention-backend c --dtype float32 --activation-dtype int8",
         "--load-format gguf",
         "--tokenizer no-such-folder",
+        "--chat-template no-such-file",
     ],
 )
 def test_what_the_engine_refuses_is_no_plan(

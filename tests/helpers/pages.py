@@ -13,6 +13,7 @@ from pathlib import Path
 
 from models_page import models_page
 
+from nanoengine.api.known_imports import IMPORT, IMPORTS
 from nanoengine.cli.flags import PREFIX, SETTINGS
 from nanoengine.config.engine import BUDGETS, CHOICES, COUNTS, DTYPES, MAX_GUESSES, EngineConfig
 from nanoengine.errors import MAX_COUNT, SEEDS
@@ -39,6 +40,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 # What no table of config/engine.py holds; tests/house/test_pages.py tries the ends.
 OTHER_VALUES = {
     "tokenizer": "a path",
+    "chat_template": "a path, or Jinja code",
     "dtype": ", ".join(sorted(set(DTYPES.values()))),
     "device": "auto, cpu, cuda, xpu, npu; cuda:N, xpu:N, npu:N",
     "gpu_memory_utilization": "above 0, up to 1",
@@ -72,7 +74,7 @@ SETTINGS_TAIL = """\
 | `NANOENGINE_CACHE_GIB` | [most space](command_line.md#disk) of converted models, 64 |
 | `NANOENGINE_API_KEY` | the key of [the server](server.md#security) |
 | `OMP_NUM_THREADS` | CPU threads, unless `num_threads` is given |
-| `CC` | the C compiler for the kernels |
+| `CC` | the C compiler for the kernels: gcc, or clang with its OpenMP (`libomp`) |
 | `XDG_CACHE_HOME` | the folder above the cache of kernels and converted models |
 | `HF_TOKEN`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE` | token, cache and offline mode of the hub |
 
@@ -172,6 +174,7 @@ def parameters_page() -> str:
         ("Settings of an engine: `LLM(...)`", SETTING),
         ("Parameters of a request: `SamplingParams(...)`", PARAMETER),
         ("Arguments of `generate()` and `chat()`", ARGUMENT),
+        ("Names to import from `nanoengine`", IMPORT),
         ("Methods of `LLM` and `AsyncLLM`", METHOD),
         ("Attributes of `llm.get_tokenizer()`", OF_TOKENIZER),
         ("Flags of `vllm serve` that are no settings", FLAG),
@@ -182,9 +185,8 @@ def parameters_page() -> str:
 
 
 def _rows(scope: str) -> Iterator[str]:
-    for row in sorted(
-        (*ROWS, *METHODS.values(), *OF_TOKENIZERS.values()), key=lambda row: row.name
-    ):
+    others = (*METHODS.values(), *OF_TOKENIZERS.values(), *IMPORTS.values())
+    for row in sorted((*ROWS, *others), key=lambda row: row.name):
         if row.scope == scope:
             yield f"| `{row.name}` | {', '.join(row.engines)} | {_what_is_here(row)} |"
 

@@ -60,6 +60,7 @@ def test_the_page_of_forms_names_every_parser_of_calls() -> None:
 
 ENDS: dict[str, tuple[list[Any], list[Any]]] = {
     "tokenizer": (["folder"], [5]),
+    "chat_template": (["file", "{{ messages }}"], [5]),
     "dtype": (["auto", "bfloat16", "float16", "float32"], ["float64"]),
     "device": (["auto", "cpu", "cuda", "cuda:7", "xpu", "npu:1"], ["mps", "xpu:", "npu:01"]),
     "gpu_memory_utilization": ([0.001, 1], [0, 1.001]),

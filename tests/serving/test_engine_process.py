@@ -225,6 +225,15 @@ def test_what_the_process_reports_is_for_the_log(
     assert "the engine process failed: KeyError: 'do'" in caplog.text
 
 
+def test_a_template_of_the_setting_is_that_of_both_processes(tiny: Callable[[str], Path]) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %} and x"
+    settings = {"chat_template": template}
+    with live_server(tiny("llama"), settings, engine_process=True) as server:
+        code, body = server.post("/v1/chat/completions", **HELLO, max_tokens=1, **GREEDY)
+        (alone,) = server.post("/tokenize", prompt="hello and x", add_special_tokens=False)[1:]
+    assert code == 200 and body["usage"]["prompt_tokens"] == alone["count"]
+
+
 @pytest.mark.breadth
 def test_an_error_of_the_start_is_that_without(tiny: Callable[[str], Path]) -> None:
     settings = SETTINGS | {"model": str(tiny("llama")), "max_model_len": 1 << 20}

@@ -357,9 +357,16 @@ def test_answers_have_openais_form() -> None:
     }
     assert body["choices"][1] == {
         "index": 1,
-        "message": {"role": "assistant", "content": "b", "refusal": None},
+        "message": {
+            "role": "assistant",
+            "content": "b",
+            "refusal": None,
+            "reasoning_content": None,
+            "reasoning": None,
+        },
         "logprobs": None,
         "finish_reason": "stop",
+        "stop_reason": None,
     }
 
 
@@ -455,6 +462,7 @@ def test_echo_repeats_the_prompt_and_scores_its_tokens() -> None:
             "text_offset": [0, 1, 1, 3, 5],
         },
         "finish_reason": "length",
+        "stop_reason": None,
     }
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nanoengine.api.outputs_so_far import OutputsSoFar
 from nanoengine.outputs import Logprob, RequestOutput, StreamDelta, TokenLogprobs
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.serving.openai_chunks import ChatChunks, CompletionChunks
+from nanoengine.serving.openai_chunks import NO_REASONING, ChatChunks, CompletionChunks
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, Streaming
 from nanoengine.text.answer_parser import ChatParsers
 
@@ -76,7 +76,8 @@ def joined(chunks: list[dict[str, Any]], streaming: Streaming, **empty: Any) -> 
         (part,) = chunk["choices"]
         choice = choices.setdefault(part["index"], {"index": part["index"], **empty})
         assert choice["finish_reason"] is None  # nothing follows the last chunk of a choice
-        choice["finish_reason"] = part["finish_reason"]
+        for name in ("finish_reason", "stop_reason"):
+            choice[name] = part[name]
         choice["text"] += part.get("text", "") + part.get("delta", {}).get("content", "")
         choice["roles"] = (*choice.get("roles", ()), part.get("delta", {}).get("role"))
         choice["logprobs"] = added(choice["logprobs"], part["logprobs"])
@@ -118,7 +119,8 @@ def test_the_chunks_of_a_chat_are_the_answer(
     for choice in found["choices"]:
         roles = choice.pop("roles")
         assert roles[0] == "assistant" and set(roles[1:]) <= {None}
-        choice["message"] = {"role": roles[0], "content": choice.pop("text"), "refusal": None}
+        content = {"content": choice.pop("text"), "refusal": None}
+        choice["message"] = {"role": roles[0], **content, **NO_REASONING}
     check(found, body, streaming)
 
 
