@@ -22,8 +22,6 @@ from nanoengine.api.request_forms import (
     Messages,
     OneParams,
     Prompt,
-    TemplateKwargs,
-    Tools,
     chat_prompt,
     given_prompt,
     is_conversation,
@@ -38,6 +36,7 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.known_methods import explains_methods
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
+from nanoengine.text.rendering import Rendering, TemplateKwargs, Tools
 from nanoengine.text.tokenizer import Tokenizer
 
 Answer = TypeVar("Answer")
@@ -105,10 +104,11 @@ class AsyncLLM:
         chat_template_kwargs: TemplateKwargs = None,
         tools: Tools = None,
         tool_choice: Any = None,
+        continue_final_message: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation; see generate() and LLM.chat. The last output has messages."""
-        template = add_generation_prompt, chat_template_kwargs
-        chat = messages, sampling_params, request_id, template, (tools, tool_choice)
+        written = add_generation_prompt, chat_template_kwargs, tools, continue_final_message
+        chat = messages, sampling_params, request_id, Rendering(*written), tool_choice
         return self._outputs(partial(self._opened_chat, *chat))
 
     @explains_unknown(ARGUMENT, " of stream()")
@@ -140,10 +140,11 @@ class AsyncLLM:
         chat_template_kwargs: TemplateKwargs = None,
         tools: Tools = None,
         tool_choice: Any = None,
+        continue_final_message: bool = False,
     ) -> AsyncDeltaStream:
         """Queue one conversation; see stream() and LLM.stream_chat."""
-        template = add_generation_prompt, chat_template_kwargs
-        chat = messages, sampling_params, request_id, template, (tools, tool_choice)
+        written = add_generation_prompt, chat_template_kwargs, tools, continue_final_message
+        chat = messages, sampling_params, request_id, Rendering(*written), tool_choice
         try:
             return await self._opened_chat(*chat)
         except RequestError as error:
@@ -221,18 +222,18 @@ class AsyncLLM:
         messages: Messages,
         params: OneParams,
         request_id: str | None,
-        template: tuple[bool, TemplateKwargs],
-        tools: tuple[Tools, Any],
+        rendering: Rendering,
+        tool_choice: Any,
     ) -> AsyncDeltaStream:
-        """The same of a conversation. tools: with their choice."""
+        """The same of a conversation."""
         arrival, defaults = time.perf_counter(), self._engine.inputs.default_params
-        rules = await asyncio.to_thread(lambda: ChatRules.of(self._parsers, *tools))
+        rules = await asyncio.to_thread(lambda: ChatRules.of(self._parsers, rendering, tool_choice))
         held = rules.params(one_params(params) or defaults)
         await self._prepare(held)
 
         def rendered() -> GivenPrompt:
             model = self._engine.inputs.tokenizer, self.plan.max_model_len
-            return chat_prompt(*model, messages, *template, rules.shown)
+            return chat_prompt(*model, messages, rules.rendering)
 
         request = await asyncio.to_thread(rendered)
         return await self._begun(

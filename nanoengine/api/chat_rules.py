@@ -6,37 +6,37 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from nanoengine.api.request_forms import Tools
 from nanoengine.errors import InvalidParamsError
 from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.answer_parser import AnswerParser, ChatParsers, delta_of
+from nanoengine.text.rendering import Rendering
 from nanoengine.text.tools import ToolUse, read_tools
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRules:
-    """Of a chat with these tools. shown: the tools that the chat template shows to the model; use:
-    those that an answer may call.
-    """
+    """Of chats that are rendered so. use: the tools that an answer may call."""
 
     parsers: ChatParsers
-    shown: Tools
+    rendering: Rendering
     use: ToolUse | None
 
     @classmethod
-    def of(cls, parsers: ChatParsers, tools: Tools, choice: Any) -> Self:
+    def of(cls, parsers: ChatParsers, rendering: Rendering, choice: Any = None) -> Self:
         """choice: OpenAI's tool_choice. Raises InvalidParamsError if the tools cannot be called and
         a choice says that they must be.
         """
         try:
-            use = read_tools(tools, choice)
+            use = read_tools(rendering.tools, choice)
             parsers.check(use)
         except InvalidParamsError:
             if choice is not None:
                 raise
             use = None
-        return cls(parsers, None if choice == "none" else tools, use)
+        if choice == "none":
+            rendering = replace(rendering, tools=None)
+        return cls(parsers, rendering, use)
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Parameters that hold the answer. Raises InvalidParamsError if they cannot."""
@@ -46,14 +46,18 @@ class ChatRules:
         """The output with the message that each of its texts is."""
 
         def with_message(made: CompletionOutput) -> CompletionOutput:
-            message = self.parsers.message(made.text, output.prompt or "", self.use)
-            return replace(made, message=message)
+            read = self.parsers.message(made.text, output.prompt or "", self.use, self._goes_on)
+            return replace(made, message=read)
 
         return replace(output, outputs=[with_message(made) for made in output.outputs])
 
     def reader(self, prompt: str) -> MessageReader:
         """Of the deltas of the answers to a prompt."""
-        return MessageReader(lambda: self.parsers.parser(prompt, self.use))
+        return MessageReader(lambda: self.parsers.parser(prompt, self.use, self._goes_on))
+
+    @property
+    def _goes_on(self) -> bool:
+        return self.rendering.continue_final_message
 
 
 class MessageReader:

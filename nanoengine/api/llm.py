@@ -25,8 +25,6 @@ from nanoengine.api.request_forms import (
     OneParams,
     Params,
     Prompt,
-    TemplateKwargs,
-    Tools,
     chat_prompt,
     given_prompt,
     is_conversation,
@@ -46,6 +44,7 @@ from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.known_methods import explains_methods
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
+from nanoengine.text.rendering import Rendering, TemplateKwargs, Tools
 from nanoengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -152,6 +151,7 @@ class LLM:
         chat_template_kwargs: TemplateKwargs = None,
         tools: Tools = None,
         tool_choice: Any = None,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them: lists of {"role": ..., "content": ...}.
 
@@ -165,6 +165,8 @@ class LLM:
         chat_template_kwargs: variables of the model's chat template, the same for all
         conversations, such as Qwen3's {"enable_thinking": False} or "documents". No special tokens
         are added to those that the template writes.
+        continue_final_message: with add_generation_prompt=False, the answer goes on with the text
+        of the last message; it does not repeat it.
         Raises InvalidPromptError if the model has no chat template or the template refuses the
         messages, InvalidParamsError for an argument that is no template variable, and for tools
         that cannot be called.
@@ -176,9 +178,9 @@ class LLM:
             )
         many = bool(messages) and isinstance(messages[0], list | tuple)
         conversations: list[Any] = list(messages) if many else [messages]
-        rules = self.chat_rules(tools, tool_choice)
-        rest = add_generation_prompt, chat_template_kwargs, rules.shown
-        requests = [self._chat_request(c, *rest) for c in conversations]
+        written = add_generation_prompt, chat_template_kwargs, tools, continue_final_message
+        rules = self.chat_rules(Rendering(*written), tool_choice)
+        requests = [self._chat_request(c, rules) for c in conversations]
         params = [
             rules.params(given or self.llm_engine.inputs.default_params)
             for given in params_for(sampling_params, len(requests))
@@ -186,9 +188,9 @@ class LLM:
         outputs = self._answer(requests, params, not many, use_tqdm)
         return [rules.with_messages(output) for output in outputs]
 
-    def chat_rules(self, tools: Tools = None, tool_choice: Any = None) -> ChatRules:
-        """How the answers of a chat with these tools are held and read; see chat()."""
-        return ChatRules.of(self._parsers, tools, tool_choice)
+    def chat_rules(self, rendering: Rendering, tool_choice: Any = None) -> ChatRules:
+        """How the answers of chats that are rendered so are held and read; see chat()."""
+        return ChatRules.of(self._parsers, rendering, tool_choice)
 
     @ends_at_the_user
     def beam_search(
@@ -260,14 +262,15 @@ class LLM:
         chat_template_kwargs: TemplateKwargs = None,
         tools: Tools = None,
         tool_choice: Any = None,
+        continue_final_message: bool = False,
     ) -> DeltaStream:
         """Stream the answer to one conversation; see stream() and chat(). Each delta has a
         `message`: what is new of the answer's content, reasoning and tool calls.
         """
-        rules = self.chat_rules(tools, tool_choice)
+        written = add_generation_prompt, chat_template_kwargs, tools, continue_final_message
+        rules = self.chat_rules(Rendering(*written), tool_choice)
         held = rules.params(one_params(sampling_params) or self.llm_engine.inputs.default_params)
-        template = add_generation_prompt, chat_template_kwargs, rules.shown
-        return self.stream_held(self._chat_request(messages, *template), held, rules)
+        return self.stream_held(self._chat_request(messages, rules), held, rules)
 
     def stream_held(
         self, request: GivenPrompt, params: SamplingParams, rules: ChatRules
@@ -323,11 +326,9 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _chat_request(
-        self, messages: Any, add_generation_prompt: bool, kwargs: TemplateKwargs, tools: Tools
-    ) -> GivenPrompt:
-        template = messages, add_generation_prompt, kwargs, tools
-        return chat_prompt(self.tokenizer, self.plan.max_model_len, *template)
+    def _chat_request(self, messages: Any, rules: ChatRules) -> GivenPrompt:
+        max_model_len = self.plan.max_model_len
+        return chat_prompt(self.tokenizer, max_model_len, messages, rules.rendering)
 
     @cached_property
     def _parsers(self) -> ChatParsers:

@@ -13,14 +13,13 @@ from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestErr
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.known_names import unknown_name
+from nanoengine.text.rendering import Rendering
 from nanoengine.text.tokenizer import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
 OneParams = SamplingParams | Mapping[str, Any] | None
 Params = OneParams | Sequence[OneParams]
 Messages = list[dict[str, Any]]
-TemplateKwargs = Mapping[str, Any] | None
-Tools = Sequence[Mapping[str, Any]] | None
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
@@ -88,19 +87,13 @@ def given_prompt(prompt: Any) -> GivenPrompt:
 
 
 def chat_prompt(
-    tokenizer: Tokenizer,
-    max_model_len: int,
-    messages: Any,
-    add_generation_prompt: bool,
-    kwargs: TemplateKwargs,
-    tools: Tools,
+    tokenizer: Tokenizer, max_model_len: int, messages: Any, rendering: Rendering
 ) -> GivenPrompt:
     """The GivenPrompt of a conversation, rendered and encoded, or with the error against it. Any
     thread may call it.
     """
     try:
-        variables = template_variables(add_generation_prompt, kwargs, tools)
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+        text = rendering.text(tokenizer, messages)
         # The template has already written the special tokens, also the one that begins a sequence.
         return GivenPrompt(tokenizer.encode_within(max_model_len, text, False), text)
     except RequestError as error:
@@ -111,31 +104,6 @@ def is_conversation(prompt: object) -> bool:
     """Whether this is a list of messages; a prompt has no role."""
     is_list = isinstance(prompt, list | tuple) and bool(prompt)
     return is_list and all(isinstance(m, Mapping) and "role" in m for m in cast(Messages, prompt))
-
-
-def template_variables(
-    add_generation_prompt: bool, kwargs: TemplateKwargs, tools: Tools
-) -> dict[str, Any]:
-    """Template variables; those in chat_template_kwargs override arguments, as in vLLM.
-
-    Raises InvalidParamsError.
-    """
-    given = {} if kwargs is None else kwargs
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise InvalidParamsError(
-            f"chat_template_kwargs must be a dict of the template's variables, got {kwargs!r}"
-        )
-    if taken := {"messages", "self", "tokenize"} & given.keys():
-        raise InvalidParamsError(f"chat_template_kwargs may not hold {min(taken)!r}")
-    made = {"add_generation_prompt": add_generation_prompt}
-    if tools is None:
-        return {**made, **given}
-    if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
-        raise InvalidParamsError(
-            'tools must be a list of dicts such as {"type": "function", "function": {"name": ..., '
-            f'"parameters": ...}}}}, got {shown(tools)}'
-        )
-    return {**made, "tools": tools, **given}
 
 
 def params_for(params: Params, count: int) -> list[SamplingParams | None]:

@@ -109,10 +109,10 @@ class NanoengineLM(TemplateLM):  # type: ignore[misc]  # lm-eval is not installe
         """The conversation as text. Without add_generation_prompt the last message is the beginning
         of the answer.
         """
-        if add_generation_prompt:
-            return self.tokenizer.apply_chat_template(chat_history)
-        *turns, last = chat_history
-        return self.tokenizer.apply_chat_template(turns) + last["content"]
+        goes_on = not add_generation_prompt
+        return self.tokenizer.apply_chat_template(
+            chat_history, add_generation_prompt, continue_final_message=goes_on
+        )
 
     def _loglikelihood_tokens(
         self, requests: list[Scored], disable_tqdm: bool = False, **_: Any

@@ -207,13 +207,17 @@ class Runner:
         llm, most = self._model.llm, request.params.max_tokens
         streams: tuple[Any, ...]
         if isinstance(request, ChatRequest):
-            use = request.tools
-            params = self._seeded(line, self._parsers.params(request.params, use))
-            shown = {
-                "chat_template_kwargs": request.template_kwargs,
-                "tools": None if use is None else use.tools,
-            }
-            streams = (llm.stream_chat(request.messages, params, **shown),)
+            params = self._seeded(line, self._parsers.params(request.params, request.tools))
+            rendering = request.rendering
+            stream = llm.stream_chat(
+                request.messages,
+                params,
+                rendering.add_generation_prompt,
+                rendering.kwargs,
+                rendering.tools,
+                continue_final_message=rendering.continue_final_message,
+            )
+            streams = (stream,)
         else:
             # If one is refused, those before it are dropped, and that aborts them.
             streams = tuple(

@@ -52,6 +52,7 @@ class MessagesWriter:
         """parsers: of the model's answers."""
         self._max_tokens = request.params.max_tokens
         self._tools = request.tools
+        self._goes_on = request.rendering.continue_final_message
         self._parsers = parsers
         self._items = AnswerItems(parsers.parser("", request.tools))
         self._head = {
@@ -101,7 +102,8 @@ class MessagesWriter:
 
     def _read(self, output: RequestOutput) -> None:
         """Begin with the answer to a prompt."""
-        self._items = AnswerItems(self._parsers.parser(output.prompt or "", self._tools))
+        parser = self._parsers.parser(output.prompt or "", self._tools, self._goes_on)
+        self._items = AnswerItems(parser)
 
     def _end_of(self, made: CompletionOutput) -> dict[str, Any]:
         """Why the text ended."""

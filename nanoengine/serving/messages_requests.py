@@ -13,7 +13,7 @@ from nanoengine.errors import InvalidParamsError, InvalidPromptError, number, sh
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.answer_forms import OUTPUT_FORMAT, OWN_FORM, form_in
 from nanoengine.serving.messages_answers import THREAD
-from nanoengine.serving.openai_keys import EMPTY, OWN_MESSAGE, Refused, given_keys
+from nanoengine.serving.openai_keys import EMPTY, Refused, given_keys
 from nanoengine.serving.openai_requests import (
     ChatRequest,
     common_keys,
@@ -25,6 +25,7 @@ from nanoengine.serving.openai_requests import (
     with_effort,
 )
 from nanoengine.serving.tool_requests import call_of, messages_tools, result_of
+from nanoengine.text.rendering import Rendering
 
 NO_OTHERS = "no images or files are read, and calls and results only from who makes them"
 ROLES = ("user", "assistant", "system")
@@ -72,14 +73,23 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
     params |= form_in(_output_config(given).get("format"), OUTPUT_FORMAT)
     budget, variables = _thinking(given)
     params |= {} if budget is None else {"thinking_token_budget": budget}
-    return ChatRequest(
-        _messages(given),
-        params_from(defaults, params, NAMES),
-        variables,
-        may_be_cut=True,
-        **common_keys(given),
-        tools=messages_tools(given.get("tools"), given.get("tool_choice")),
-    )
+    return _chat(given, params_from(defaults, params, NAMES), variables, common_keys(given))
+
+
+def _chat(
+    given: dict[str, Any],
+    params: SamplingParams,
+    variables: dict[str, Any] | None,
+    others: dict[str, Any],
+) -> ChatRequest:
+    """The request in a body. variables: of the template; others: more fields of it. An assistant's
+    message at the end is what the answer begins with.
+    """
+    messages = _messages(given)
+    use = messages_tools(given.get("tools"), given.get("tool_choice"))
+    goes_on = messages[-1]["role"] == "assistant"
+    rendering = Rendering(not goes_on, variables, None if use is None else use.tools, goes_on)
+    return ChatRequest(messages, params, rendering, may_be_cut=True, tools=use, **others)
 
 
 def _given_keys(body: object) -> dict[str, Any]:
@@ -132,14 +142,7 @@ def _output_config(given: dict[str, Any]) -> dict[str, Any]:
 def read_count(body: object, defaults: SamplingParams) -> ChatRequest:
     """The request in a body of /v1/messages/count_tokens: one whose prompt is to be counted."""
     given = _given_keys(body)
-    return ChatRequest(
-        _messages(given),
-        defaults,
-        _thinking(given)[1],
-        may_be_cut=True,
-        model=read_text(given, "model"),
-        tools=messages_tools(given.get("tools"), given.get("tool_choice")),
-    )
+    return _chat(given, defaults, _thinking(given)[1], {"model": read_text(given, "model")})
 
 
 def _messages(given: dict[str, Any]) -> list[Any]:
@@ -149,9 +152,9 @@ def _messages(given: dict[str, Any]) -> list[Any]:
     messages: list[dict[str, Any]] = []
     for _, turns in groupby(enumerate(asked), lambda numbered: _role_of(numbered[1])):
         messages += _one_turn([made for index, item in turns for made in _of(item, index)])
-    if messages[-1]["role"] == "assistant":
+    if messages[-1].get("tool_calls"):
         raise InvalidPromptError(
-            f"the last message must be the user's, got the assistant's: {OWN_MESSAGE}"
+            "the last message calls tools: send their results after it, or a message of the user"
         )
     if given.get("system", "") in EMPTY:
         return messages

@@ -123,7 +123,9 @@ class ChatChunks(_Chunks):
         """Of one answer."""
         use = self._request.tools
         hidden = self._parsers.hidden(self._request.params, use)
-        return self._parsers.parser(prompt, use), ContentLogprobs(self._token_bytes, hidden)
+        goes_on = self._request.rendering.continue_final_message
+        parser = self._parsers.parser(prompt, use, goes_on)
+        return parser, ContentLogprobs(self._token_bytes, hidden)
 
     def of(self, deltas: Iterable[StreamDelta], prompt_index: int) -> list[Event]:
         """The chunks of new deltas. A choice begins with a chunk that has the role and no text, as

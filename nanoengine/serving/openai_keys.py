@@ -31,6 +31,7 @@ OWN = {
     CHAT: (
         *("messages", "chat_template_kwargs", "reasoning_effort", "top_logprobs"),
         *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
+        *("add_generation_prompt", "continue_final_message"),
     ),
     COMPLETIONS: ("prompt", "echo"),
 }
@@ -57,8 +58,6 @@ PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 IS_TEXT = "answers are text"
 OTHER_FORM = "here it is structured_outputs={{{!r}: ...}}"
 IN_KWARGS = "a template that has it takes it in chat_template_kwargs"
-OWN_MESSAGE = "an answer begins a message of its own"
-GOES_ON = f"{OWN_MESSAGE}; /v1/completions goes on with the ids that /tokenize gives for the same"
 FEW = 8  # keys that an error lists
 EMPTY: tuple[Any, ...] = ("", [], {})  # such values ask for nothing, whatever their key
 # Keys that cannot be obeyed: other values that ask for nothing, and why the rest is refused.
@@ -85,8 +84,6 @@ REFUSED: Refused = {
     "think": ((), IN_KWARGS),
     "documents": ((), IN_KWARGS),
     "chat_template": ((), "another template is a setting of the server, --chat-template"),
-    "add_generation_prompt": ((True,), OWN_MESSAGE),
-    "continue_final_message": ((False,), GOES_ON),
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanoengine.errors import (
@@ -23,6 +23,7 @@ from nanoengine.errors import (
 from nanoengine.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams
 from nanoengine.serving.answer_forms import OWN_FORM, form_key, form_of
 from nanoengine.serving.openai_keys import CHAT, COMMON, OWN, PARAMS, given_keys, unknown_key
+from nanoengine.text.rendering import Rendering
 from nanoengine.text.tools import ToolUse, read_tools
 
 MAX_BIASES = 1024
@@ -76,15 +77,16 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation to go on with; the chat template checks the messages and the values of its
-    variables. may_be_cut: max_tokens may reach beyond the context. model: the name in the body,
-    which nobody has checked. form_key: what the body calls the form of the answer. tools: that the
-    model may call; None if there are none. shows_reasoning: whether the answer has the thoughts.
+    """A conversation to go on with. rendering: how the chat template writes it, which checks the
+    messages and the values of its variables. may_be_cut: max_tokens may reach beyond the context.
+    model: the name in the body, which nobody has checked. form_key: what the body calls the form of
+    the answer. tools: that the model may call; None if there are none. shows_reasoning: whether the
+    answer has the thoughts.
     """
 
     messages: Any
     params: SamplingParams
-    template_kwargs: dict[str, Any] | None = None
+    rendering: Rendering = field(default_factory=Rendering)
     may_be_cut: bool = False
     cache_salt: str | None = None
     streaming: Streaming | None = None
@@ -133,16 +135,14 @@ def _chat(given: dict[str, Any], defaults: SamplingParams) -> ChatRequest:
     if "messages" not in given:
         raise InvalidPromptError('the body of a chat needs "messages"')
     params = {"max_tokens": None} | _params(given) | {"logprobs": _chat_logprobs(given)}
+    is_parallel = read_flag(given, "parallel_tool_calls", True)
+    use = read_tools(given.get("tools"), given.get("tool_choice"), is_parallel)
     return ChatRequest(
         plain_messages(given["messages"]),
         params_from(defaults, params, _names(given)),
-        with_effort(template_kwargs(given), given.get("reasoning_effort"), "reasoning_effort"),
+        read_rendering(given, use),
         **common_keys(given),
-        tools=read_tools(
-            given.get("tools"),
-            given.get("tool_choice"),
-            read_flag(given, "parallel_tool_calls", True),
-        ),
+        tools=use,
         shows_reasoning=read_flag(given, "include_reasoning", True),
     )
 
@@ -331,6 +331,16 @@ def template_kwargs(body: dict[str, Any]) -> dict[str, Any] | None:
             hint = f"did you mean {near!r}?" if near else f"it may: {', '.join(TEMPLATE_VARIABLES)}"
             raise InvalidParamsError(f"chat_template_kwargs may not hold {shown(name)}; {hint}")
     return given
+
+
+def read_rendering(given: dict[str, Any], use: ToolUse | None) -> Rendering:
+    """How the body of a chat wants it written. use: its tools. Raises InvalidParamsError."""
+    return Rendering(
+        read_flag(given, "add_generation_prompt", True),
+        with_effort(template_kwargs(given), given.get("reasoning_effort"), "reasoning_effort"),
+        None if use is None else use.tools,
+        read_flag(given, "continue_final_message"),
+    )
 
 
 def with_effort(

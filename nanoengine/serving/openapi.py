@@ -90,6 +90,8 @@ OTHERS: dict[str, Schema] = {
     "tool_choice": {"anyOf": [CHOICE, TOOL, ALLOWED_TOOLS]},
     "parallel_tool_calls": FLAG,
     "include_reasoning": FLAG,
+    "add_generation_prompt": FLAG,
+    "continue_final_message": FLAG,
     "prompt": {"anyOf": [TEXT, IDS, TEXTS, list_of(IDS)]},
     "echo": FLAG,
 }

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
-from nanoengine.api.request_forms import Tools, template_variables
 from nanoengine.api.work_threads import WorkThreads
 from nanoengine.errors import InvalidParamsError
 from nanoengine.sampling_params import SamplingParams
@@ -21,6 +20,7 @@ from nanoengine.serving.refusals import Refusal
 from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.checked_json import strict_json
 from nanoengine.text.detokenizer import token_bytes
+from nanoengine.text.rendering import Rendering
 from nanoengine.text.tokenizer import Tokenizer
 
 Asked = ChatRequest | CompletionRequest
@@ -82,23 +82,18 @@ class Prompts:
         if isinstance(request, ChatRequest):
             if isinstance(request.messages, list):  # each takes a token, and long to write
                 self._facts.check_room(len(request.messages), 1)
-            use = request.tools
-            request = replace(request, params=self.parsers.params(request.params, use))
-            tools = None if use is None else use.tools
-            text = self.rendered(request.messages, request.template_kwargs, tools=tools)
+            params = self.parsers.params(request.params, request.tools)
+            request = replace(request, params=params)
+            text = self.rendered(request.messages, request.rendering)
             return [self._prompt(request, text, is_rendered=True)]
         prompts = [self._prompt(request, prompt, is_rendered=False) for prompt in request.prompts]
         if request.echo:
             _check_echo(request, prompts)
         return prompts
 
-    def rendered(
-        self, messages: Any, kwargs: Any, wants_answer: bool = True, tools: Tools = None
-    ) -> str:
-        """A conversation as text; kwargs: variables of the template. Raises RequestErrors."""
-        variables = template_variables(wants_answer, kwargs, tools)
-        text: str = self._tokenizer.apply_chat_template(messages, **variables)
-        return text
+    def rendered(self, messages: Any, rendering: Rendering) -> str:
+        """A conversation as text. Raises RequestErrors."""
+        return rendering.text(self._tokenizer, messages)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Raises PromptTooLongError if they are surely too many."""

@@ -35,6 +35,7 @@ from nanoengine.serving.openai_requests import (
 from nanoengine.serving.tool_requests import call_of, responses_tools, result_of
 from nanoengine.serving.tool_spaces import Spaces, full_name, without_spaces
 from nanoengine.text.checked_json import MAX_DEPTH, is_deep
+from nanoengine.text.rendering import Rendering
 
 TEXTS = ("input_text", "output_text", "text")  # types of parts
 THOUGHTS = ("reasoning_text", "text")
@@ -94,14 +95,16 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
     effort = _within(given, "reasoning", "effort", "summary", SUMMARY)
     is_parallel = read_flag(given, "parallel_tool_calls", True)
     tools, spaces = without_spaces(given.get("tools"))
+    use = responses_tools(tools, given.get("tool_choice"), is_parallel)
+    variables = with_effort(template_kwargs(given), effort, "reasoning.effort")
     chat = ChatRequest(
         _messages(given),
         params_from(
             defaults, params, {"max_tokens": "max_output_tokens", OWN_FORM: form_key(given)}
         ),
-        with_effort(template_kwargs(given), effort, "reasoning.effort"),
+        Rendering(kwargs=variables, tools=None if use is None else use.tools),
         **common_keys(given),
-        tools=responses_tools(tools, given.get("tool_choice"), is_parallel),
+        tools=use,
     )
     if not isinstance(user := given.get("user", ""), str):
         raise InvalidParamsError(f"user must be a text, got {shown(user)}")

@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from nanoengine.errors import InvalidParamsError, InvalidPromptError, integer, shown
+from nanoengine.errors import InvalidPromptError, integer, shown
 from nanoengine.serving.openai_keys import EMPTY, check_object, given_keys
 from nanoengine.serving.openai_keys import REFUSED as REFUSED_IN_CHATS
-from nanoengine.serving.openai_requests import plain_messages, read_flag, template_kwargs
+from nanoengine.serving.openai_requests import plain_messages, read_flag, read_rendering
 from nanoengine.serving.openapi import DETOKENIZE, TOKENIZE, body_of
 from nanoengine.serving.service import Service, json_response
 from nanoengine.text.tools import REQUIRED, read_tools
@@ -24,8 +24,6 @@ OF_CHAT = (
 )
 OF_TOKENS = ("model", "tokens")
 REFUSED = {name: REFUSED_IN_CHATS[name] for name in ("chat_template",)}
-# Ends the last message while the template writes it; a template that trims texts takes its space.
-END = "(here the message goes on) "
 
 
 class TokenEndpoints:
@@ -76,18 +74,11 @@ class TokenEndpoints:
     def _chat_text(self, given: dict[str, Any]) -> str:
         """A conversation as its template writes it."""
         prompts, messages = self._service.prompts, plain_messages(given["messages"])
-        wants_answer = read_flag(given, "add_generation_prompt", True)
-        is_open = read_flag(given, "continue_final_message")
-        if is_open and wants_answer:
-            raise InvalidParamsError("continue_final_message needs add_generation_prompt=false")
         # A choice that any model can follow whose template shows tools.
         given_tools = given.get("tools", [])
         use = None if given_tools in EMPTY else read_tools(given_tools, REQUIRED)
         prompts.parsers.check(use)
-        tools = None if use is None else use.tools
-        asked = goes_on(messages) if is_open else messages
-        text = prompts.rendered(asked, template_kwargs(given), wants_answer, tools)
-        return continued(text) if is_open else text
+        return prompts.rendered(messages, read_rendering(given, use))
 
     def _text(self, body: Any) -> dict[str, Any]:
         given = self._checked(body, OF_TOKENS)
@@ -101,36 +92,6 @@ class TokenEndpoints:
         given = given_keys(body, known, REFUSED)
         self._service.check_model(given.get("model"))
         return given
-
-
-def goes_on(messages: Any) -> list[Any]:
-    """The messages with END after the text of the last one. Raises InvalidParamsError."""
-    last: Any = messages[-1] if isinstance(messages, list) and messages else None
-    content: Any
-    match last:
-        case {"content": str(text)}:
-            content = text + END
-        case {"content": [*parts, {"text": str(text)} as part]}:
-            content = [*parts, {**part, "text": text + END}]
-        case _:
-            raise InvalidParamsError(
-                f"continue_final_message needs a text in the last message, got {shown(last)}"
-            )
-    return [*messages[:-1], {**last, "content": content}]
-
-
-def continued(text: str) -> str:
-    """A conversation up to END. Raises InvalidParamsError."""
-    at = text.rfind(END)
-    if at >= 0:
-        return text[:at]
-    at = text.rfind(END.rstrip())
-    if at < 0:
-        raise InvalidParamsError(
-            "continue_final_message does not work with this model: its chat template leaves out "
-            "the end of the last message"
-        )
-    return text[:at].rstrip()
 
 
 def _is_id(value: Any) -> bool:

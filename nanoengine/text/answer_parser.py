@@ -150,30 +150,33 @@ class ChatParsers:
         is_plain = syntax.is_bare or not any(mark in self.special_tokens for mark in syntax.marks)
         return is_plain and any(isinstance(body, Objects) for body in syntax.bodies)
 
-    def parser(self, prompt: str, use: ToolUse | None) -> AnswerParser:
-        """Of one answer to a prompt."""
+    def parser(self, prompt: str, use: ToolUse | None, goes_on: bool = False) -> AnswerParser:
+        """Of one answer to a prompt. goes_on: with the content that the prompt ends in."""
         schemas = {} if use is None else use.schemas
         most = None if use is None or use.is_parallel else 1
         syntax = None if use is None else self._syntax(use)
         row = self.reasoning
         layout = "block" if row is None else row.layout
         if layout == "channels" or (syntax is not None and syntax.in_channels):
-            return AnswerParser([ChannelParser(schemas)], most)
+            return AnswerParser([ChannelParser(schemas, goes_on)], most)
         make_calls = None if syntax is None else partial(ToolParser, syntax, schemas)
         marks = () if syntax is None else syntax.marks
         readers: list[PieceReader] = []
         if row is not None and layout == "recipients":
             readers.append(RecipientParser(row.is_open_after(prompt)))
         elif row is not None:
-            begun = row.is_open_after(prompt), row.has_content_after(prompt)
+            has_content = goes_on or row.has_content_after(prompt)
+            begun = row.is_open_after(prompt), has_content
             readers.append(ReasoningParser(row, *begun, marks, make_calls))
         if make_calls is not None:
             readers.append(make_calls())
         return AnswerParser(readers, most)
 
-    def message(self, text: str, prompt: str, use: ToolUse | None) -> ChatMessage:
-        """The message that a whole answer is."""
-        parser = self.parser(prompt, use)
+    def message(
+        self, text: str, prompt: str, use: ToolUse | None, goes_on: bool = False
+    ) -> ChatMessage:
+        """The message that a whole answer is. goes_on: as for parser()."""
+        parser = self.parser(prompt, use, goes_on)
         return message_of(parser.read(text, is_last=True))
 
     def num_thoughts(self, output: RequestOutput, use: ToolUse | None) -> int:

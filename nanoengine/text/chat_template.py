@@ -18,7 +18,6 @@ from nanoengine.text.template_process import TemplateProcess
 NOT_TEMPLATE_VARIABLES = frozenset(
     {
         "chat_template",
-        "continue_final_message",
         "conversation",
         "max_length",
         "messages",

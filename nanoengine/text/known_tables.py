@@ -492,10 +492,8 @@ missing: tools are arguments of chat(messages, tools=[...], tool_choice=...)
 missing: give variables of the chat template in chat_template_kwargs={...}
   transformers: documents enable_thinking
 missing unless (False,): render the messages with llm.get_tokenizer().apply_chat_template(messages),
-add what the answer begins with, and give generate() the ids of encode(text,
-add_special_tokens=False)
-  vLLM: continue_final_message
-  transformers: continue_final_message tokenize return_dict return_tensors
+and give generate() the ids of encode(text, add_special_tokens=False)
+  transformers: tokenize return_dict return_tensors
 missing: another template is a setting of the engine, LLM(..., chat_template=file)
   vLLM: chat_template  FastDeploy: chat_template
 missing unless ('auto',): how a template takes parts of a content is tried out; leave it out

@@ -18,6 +18,7 @@ from nanoengine.text.byte_tokens import REPLACEMENT, with_replacements
 from nanoengine.text.chat_template import ChatTemplate
 from nanoengine.text.checked_json import has_file
 from nanoengine.text.known_methods import OF_TOKENIZERS, explains_methods
+from nanoengine.text.open_message import before_end, check_goes_on, with_end
 from nanoengine.text.tekken import Tekken
 from nanoengine.text.template_process import RENDER_SECONDS, TemplateProcess
 from nanoengine.text.tokenizer_files import (
@@ -210,6 +211,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         *,
         tokenize: Literal[False] = False,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str: ...
 
@@ -220,6 +222,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         *,
         tokenize: Literal[True],
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]: ...
 
@@ -230,6 +233,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         *,
         tokenize: bool = False,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str | list[int]:
         """Render a conversation as one text, or as token ids with `tokenize=True`.
@@ -237,12 +241,18 @@ class Tokenizer:
         Each message has a `role` and a `content`: a string, or a list of parts {"type": "text",
         "text": ...}, joined by newlines. `content` may be missing beside `tool_calls`. `kwargs` are
         variables of the template (`tools`, `documents`, `enable_thinking`, ...), JSON values only.
-        Encode a text with `add_special_tokens=False`.
+        continue_final_message: with add_generation_prompt=False, the text ends with that of the
+        last message. Encode a text with `add_special_tokens=False`.
         Raises RequestError without a template, InvalidPromptError for bad messages or a failing
         template, InvalidParamsError for an argument that is no template variable.
         """
         template = self._template(has_tools=kwargs.get("tools") is not None)
+        if continue_final_message:
+            check_goes_on(add_generation_prompt)
+            messages = with_end(messages)
         text = template.render(messages, add_generation_prompt, self._special_tokens, kwargs)
+        if continue_final_message:
+            text = before_end(text)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _template(self, has_tools: bool) -> ChatTemplate:

@@ -281,16 +281,17 @@ class ChannelParser(PieceReader):
     a call, the rest is content. Source: OpenAI's harmony response format.
     """
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        """schemas: of the arguments, by the name of the tool."""
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], goes_on: bool = False) -> None:
+        """schemas: of the arguments, by the name of the tool. goes_on: the prompt ends within the
+        content.
+        """
         self._schemas = schemas
+        self._goes_on = goes_on
         self._num_calls = 0
         super().__init__()
 
     def _read(self) -> Steps[None]:
-        # The prompt may have ended before the part of a header that names a tool.
-        is_header = (yield from self.past(0, TOOL)) is not None
-        mark = "" if is_header else (yield from self.until(STARTS, Kind.CONTENT))
+        mark = yield from self._first()
         while mark is not None:
             header = yield from self._header(mark)
             if header is None:
@@ -299,6 +300,17 @@ class ChannelParser(PieceReader):
             mark = yield from self._call(name) if name else self.until(ENDS, kind)
             if mark not in (None, STARTS[0]):
                 mark = yield from self.until(STARTS, Kind.CONTENT)
+
+    def _first(self) -> Steps[str | None]:
+        """Give out what stands before the first header; its mark, None if there is none."""
+        if self._goes_on:
+            mark = yield from self.until(ENDS, Kind.CONTENT)
+            if mark in (None, STARTS[0]):
+                return mark
+        # The prompt may have ended before the part of a header that names a tool.
+        elif (yield from self.past(0, TOOL)) is not None:
+            return ""
+        return (yield from self.until(STARTS, Kind.CONTENT))
 
     def _call(self, name: str) -> Steps[str | None]:
         """As `until`, of a message to a tool; one without text is a call without arguments."""

@@ -25,6 +25,7 @@ from nanoengine import (
     StreamDelta,
 )
 from nanoengine.text.answer_parser import ChatParsers
+from nanoengine.text.rendering import Rendering
 from nanoengine.text.tool_syntax import BY_NAME
 from nanoengine.text.tools import read_tools
 
@@ -303,9 +304,12 @@ def test_an_answer_in_a_form_or_calls(llm: LLM) -> None:
 def test_calls_of_strict_tools_fit_their_schemas(llm: LLM, text: str, rest: str) -> None:
     """With "auto", once their names are written; `now` is not strict. rest: what does not fit."""
     strict = {"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}
-    rules = llm.chat_rules([strict, TOOLS[1]])
+    rules = llm.chat_rules(Rendering(tools=[strict, TOOLS[1]]))
     form = rules.params(SamplingParams()).form
-    assert form is not None and llm.chat_rules(TOOLS).params(SamplingParams()).form is None
+    assert (
+        form is not None
+        and llm.chat_rules(Rendering(tools=TOOLS)).params(SamplingParams()).form is None
+    )
     token_ids = tuple(llm.tokenizer.encode(text, add_special_tokens=False))
     masks = llm.llm_engine.inputs.grammars.state_of(form).masks(token_ids)
     assert len(token_ids) == len(text) and len(masks) - 1 == len(text) - len(rest)
@@ -332,7 +336,9 @@ def test_a_call_has_no_arguments_beyond_its_schema(
     text = WRITTEN.replace("}}", ', "more": 1}}')
     token_ids = tuple(llm.tokenizer.encode(text, add_special_tokens=False))
     for choice in ("auto", "required"):
-        rules = llm.chat_rules([{"type": "function", "function": function}], choice)
+        rules = llm.chat_rules(
+            Rendering(tools=[{"type": "function", "function": function}]), choice
+        )
         form = replace(rules.params(SamplingParams()).form, after_thinking=False)
         masks = llm.llm_engine.inputs.grammars.state_of(form).masks(token_ids)
         assert (len(masks) - 1 == len(text)) == takes

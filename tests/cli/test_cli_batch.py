@@ -32,6 +32,8 @@ ROOT = Path(__file__).parents[2]
 FLAGS = ["--num-threads", "1", "--dtype", "float32", "--kvcache-block-size", "16"]
 SETTINGS = {"num_threads": 1, "dtype": "float32", "kvcache_block_size": 16}
 MESSAGES = [{"role": "user", "content": "Häuser am Meer"}]
+TALK = [*MESSAGES, {"role": "assistant", "content": "So"}]
+OPEN: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,7 @@ def test_answers_are_the_librarys(
         tmp_path / "in.jsonl",
         [
             ask("chat", CHAT, messages=MESSAGES, max_tokens=6, temperature=0, model="other"),
+            ask("open", CHAT, messages=TALK, max_tokens=6, temperature=0, **OPEN),
             ask("ids", prompt=[5, 6, 7], max_tokens=5, temperature=0),
             ask("many", prompt=["The sea", "is"], n=2, max_tokens=5, seed=3),
             ask("drawn", prompt="The sea", max_tokens=5),
@@ -91,11 +94,13 @@ def test_answers_are_the_librarys(
     greedy = SamplingParams(temperature=0, max_tokens=6)
     with LLM(folder, **SETTINGS) as llm:
         (chat,) = llm.chat(MESSAGES, greedy, use_tqdm=False)
+        (goes_on,) = llm.chat(TALK, greedy, use_tqdm=False, **OPEN)
         (ids,) = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=5))
         params = SamplingParams(n=2, max_tokens=5, seed=3)
         many = llm.generate(["The sea", "is"], params, use_tqdm=False)
         params = SamplingParams(max_tokens=5, seed=seed_of("drawn", 9))
         (drawn,) = llm.generate(["The sea"], params, use_tqdm=False)
+    assert texts(found["open"]) == [goes_on["text"]]
     assert texts(found["chat"]) == [chat["text"]] and texts(found["ids"]) == [ids["text"]]
     assert texts(found["many"]) == [made.text for each in many for made in each.outputs]
     assert texts(found["drawn"]) == [drawn["text"]]
@@ -105,8 +110,8 @@ def test_answers_are_the_librarys(
     body = row["response"]["body"]
     assert body["model"] == str(folder) and body["choices"][0]["finish_reason"] == "length"
     assert body["usage"]["prompt_tokens"] == len(chat.prompt_token_ids)
-    assert (summary["requests"], summary["failed"], summary["resumed"]) == (4, 0, 0)
-    assert summary["output_tokens"] == 6 + 5 + 20 + 5
+    assert (summary["requests"], summary["failed"], summary["resumed"]) == (5, 0, 0)
+    assert summary["output_tokens"] == 6 + 6 + 5 + 20 + 5
 
 
 def test_a_line_that_asks_for_more_than_the_context_is_refused(

@@ -23,6 +23,7 @@ from nanoengine.text.reasoning import BY_NAME as REASONING
 from nanoengine.text.tool_syntax import BY_NAME
 
 DEFAULTS = SamplingParams(top_k=7)
+USE = {"type": "tool_use", "id": "c", "name": "now", "input": {}}
 ASKED = [{"role": "user", "content": "Hi"}]
 TEXT = {"type": "text", "text": "said"}
 
@@ -47,7 +48,7 @@ def test_a_body_is_a_chat() -> None:
     assert (made.streaming, made.model) == (Streaming(), "m")
     thinking = {"enable_thinking": False}
     for made in (read(chat_template_kwargs=thinking), count(chat_template_kwargs=thinking)):
-        assert made.template_kwargs == thinking
+        assert made.rendering.kwargs == thinking
     assert read().params == SamplingParams(max_tokens=9, top_k=7) and read().streaming is None
 
 
@@ -72,12 +73,11 @@ def texts(*parts: str) -> list[Any]:
 
 
 def test_turns_of_one_role_are_one() -> None:
-    use = {"type": "tool_use", "id": "c", "name": "now", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "noon"}
     thoughts = {"type": "thinking", "thinking": "hm", "signature": ""}
     asked = talk(
         *(("user", "a"), ("user", texts("b", "c"))),
-        *(("assistant", [thoughts, *texts("d")]), ("assistant", [use])),
+        *(("assistant", [thoughts, *texts("d")]), ("assistant", [USE])),
         *(("user", "e"), ("user", [result])),
         *(("assistant", "f"), ("user", "g")),
     )
@@ -110,6 +110,15 @@ def test_an_answer_of_thoughts_alone_says_nothing(kind: str) -> None:
     assert made == {"role": "assistant", "content": texts("c")} | thoughts
 
 
+def test_an_answer_goes_on_with_the_assistants_last_message() -> None:
+    said = {"role": "assistant", "content": "He"}
+    made = read(messages=[*ASKED, said])
+    assert made.messages[-1] == said
+    rendering = made.rendering
+    assert (rendering.add_generation_prompt, rendering.continue_final_message) == (False, True)
+    assert read().rendering.add_generation_prompt and not read().rendering.continue_final_message
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) -> None:
     neutral, why = REFUSED[name]
@@ -135,8 +144,8 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         ({"messages": [5]}, "messages[0] must have a role, user or assistant, got 5"),
         ({"messages": [{"role": "tool"}]}, "messages[0] must have a role, user or assistant"),
         (
-            {"messages": [*ASKED, {"role": "assistant", "content": "He"}]},
-            "the last message must be the user's, got the assistant's: an answer begins",
+            {"messages": [*ASKED, {"role": "assistant", "content": [USE]}]},
+            "the last message calls tools: send their results after it, or a message of the user",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},

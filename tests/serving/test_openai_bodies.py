@@ -76,18 +76,18 @@ def test_keys_are_parameters_and_null_is_the_default() -> None:
 def test_a_chat_may_fill_the_context_and_a_completion_has_16_tokens() -> None:
     assert (chat().params.max_tokens, completion().params.max_tokens) == (None, 16)
     made = chat(chat_template_kwargs={"enable_thinking": False})
-    assert (made.messages, made.template_kwargs) == (MESSAGES, {"enable_thinking": False})
+    assert (made.messages, made.rendering.kwargs) == (MESSAGES, {"enable_thinking": False})
 
 
 def test_an_effort_is_a_variable_of_the_template() -> None:
     """As vLLM passes it on; what chat_template_kwargs says goes before."""
     low = {"reasoning_effort": "low", "enable_thinking": True}
-    assert chat(reasoning_effort="low").template_kwargs == low
-    assert chat(reasoning_effort=None).template_kwargs is None
+    assert chat(reasoning_effort="low").rendering.kwargs == low
+    assert chat(reasoning_effort=None).rendering.kwargs is None
     none = {"reasoning_effort": "none", "enable_thinking": False}
-    assert chat(reasoning_effort="none").template_kwargs == none
+    assert chat(reasoning_effort="none").rendering.kwargs == none
     off = {"enable_thinking": False}
-    assert chat(reasoning_effort="low", chat_template_kwargs=off).template_kwargs == low | off
+    assert chat(reasoning_effort="low", chat_template_kwargs=off).rendering.kwargs == low | off
     with pytest.raises(InvalidParamsError, match=r"reasoning_effort must be none, .*got 'lo'"):
         chat(reasoning_effort="lo")
 

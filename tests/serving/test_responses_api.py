@@ -38,10 +38,10 @@ def test_a_body_is_a_chat() -> None:
     assert made.chat.params == SamplingParams(max_tokens=9, temperature=0.5, top_k=7)
     assert (made.chat.streaming, made.chat.model, made.chat.cache_salt) == (Streaming(), "m", "s")
     thinking = {"enable_thinking": False}
-    assert read(chat_template_kwargs=thinking).chat.template_kwargs == thinking
+    assert read(chat_template_kwargs=thinking).chat.rendering.kwargs == thinking
     effort = read(reasoning={"effort": "none", "summary": "auto"})
     none = {"reasoning_effort": "none", "enable_thinking": False}
-    assert effort.chat.template_kwargs == none and effort.repeated["reasoning"]["effort"] == "none"
+    assert effort.chat.rendering.kwargs == none and effort.repeated["reasoning"]["effort"] == "none"
     plain = read(store=True, include=["reasoning.encrypted_content"], instructions="")
     assert plain.chat == read().chat
     assert plain.chat.params.max_tokens is None and plain.chat.streaming is None

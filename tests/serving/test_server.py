@@ -16,7 +16,6 @@ from nanoengine import LLM, SamplingParams
 from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, RESPONSES
 from nanoengine.serving.openai_keys import MESSAGES as MESSAGES_PATH
 from nanoengine.serving.responses_requests import read_responses
-from nanoengine.serving.tokens import continued, goes_on
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 GOES_ON = {"continue_final_message": True}
@@ -185,12 +184,18 @@ def test_tokens_of_a_message_that_goes_on(server: LiveServer) -> None:
         assert closed.startswith(f"{before}{text}") and len(closed) > len(before + text)
 
 
-def test_tokens_of_a_message_whose_template_trims_it() -> None:
-    messages = [{"role": "assistant", "content": " So "}]
-    end = goes_on(messages)[-1]["content"]
-    assert continued(f"<{end.strip()}>") == "<So"
-    assert continued(f"<{end}>") == "< So "
-    assert messages == [{"role": "assistant", "content": " So "}]
+def test_an_answer_goes_on_with_the_last_message(server: LiveServer, plain: LLM) -> None:
+    talk = [*MESSAGES, {"role": "assistant", "content": "So"}]
+    _, ids = server.post("/tokenize", messages=talk, **OPEN)
+    (whole,) = plain.generate(ids["tokens"], SamplingParams(max_tokens=9, **GREEDY), use_tqdm=False)
+    status, chat = server.post(CHAT, messages=talk, max_tokens=9, **OPEN, **GREEDY)
+    assert status == 200 and chat["choices"][0]["message"]["content"] == whole["text"]
+    assert chat["usage"]["prompt_tokens"] == len(ids["tokens"])
+    begun = {"messages": talk, "max_tokens": 9, "temperature": 0, "model": "tiny"}
+    status, message = server.post("/v1/messages", **begun)
+    assert status == 200 and message["content"][0]["text"] == whole["text"]
+    counted = server.post("/v1/messages/count_tokens", messages=talk, model="tiny")
+    assert counted == (200, {"input_tokens": len(ids["tokens"])})
 
 
 def test_tokens_with_tools(tool_server: LiveServer) -> None:
@@ -224,8 +229,8 @@ def test_tokens_with_tools(tool_server: LiveServer) -> None:
         ("POST", "/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "unknown_parameter", "u"),
         ("POST", "/tokenize", {"messages": MESSAGES, "tools": [{}]}, 400, "invalid_value", "tools"),
         ("POST", "/tokenize", {"messages": MESSAGES, "tools": TOOLS}, 400, "invalid_value", "none"),
-        ("POST", "/tokenize", {"messages": MESSAGES} | GOES_ON, 400, "invalid_value", "=false"),
-        ("POST", "/tokenize", {"messages": [5]} | OPEN, 400, "invalid_value", "last message"),
+        ("POST", "/tokenize", {"messages": MESSAGES} | GOES_ON, 400, "invalid_value", "is false"),
+        ("POST", "/tokenize", {"messages": [5]} | OPEN, 400, "invalid_prompt", "last message"),
         ("POST", "/detokenize", {"tokns": [1]}, 400, "unknown_parameter", "did you mean 'tokens'?"),
         ("POST", "/detokenize", {"tokens": [-1]}, 400, "invalid_prompt", "a list of token ids"),
         ("GET", "/v1/models/x", None, 404, "model_not_found", "this server has 'tiny'"),

@@ -139,15 +139,15 @@ def test_thinking_is_a_budget_and_a_variable_of_the_template() -> None:
         body | {"thinking": {"type": "enabled", "budget_tokens": 5}}, SamplingParams()
     )
     assert made.params.thinking_token_budget == 5
-    assert made.template_kwargs == {"enable_thinking": True}
+    assert made.rendering.kwargs == {"enable_thinking": True}
     off = read_messages(body | {"thinking": {"type": "disabled"}}, SamplingParams())
-    assert off.template_kwargs == {"enable_thinking": False}
+    assert off.rendering.kwargs == {"enable_thinking": False}
     assert off.params.thinking_token_budget is None
     low = {"output_config": {"effort": "low"}}
     variables = {"reasoning_effort": "low", "enable_thinking": True}
-    assert read_messages(body | low, SamplingParams()).template_kwargs == variables
+    assert read_messages(body | low, SamplingParams()).rendering.kwargs == variables
     off = read_messages(body | low | {"thinking": {"type": "disabled"}}, SamplingParams())
-    assert off.template_kwargs == variables | {"enable_thinking": False}
+    assert off.rendering.kwargs == variables | {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tiny_model import BOS_ID
 from transformers import AutoTokenizer
 
 from nanoengine import LLM, AsyncLLM, InvalidParamsError, SamplingParams
-from nanoengine.errors import ConfigError, ModelLoadError
+from nanoengine.errors import ConfigError, InvalidPromptError, ModelLoadError
 from nanoengine.text.tokenizer_files import chat_template_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
@@ -36,6 +36,7 @@ TEMPLATE = (
 )
 TALK = [{"role": "user", "content": "hello"}]
 OTHER = [*TALK, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "x"}]
+OPEN: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
 VARIABLES: list[dict[str, Any] | None] = [
     None,
     {},
@@ -75,6 +76,49 @@ def test_template_variables(llm: LLM, folder: Path, kwargs: dict[str, Any] | Non
     assert [output.prompt_token_ids for output in found] == expected
     with llm.stream_chat(TALK, GREEDY, chat_template_kwargs=kwargs) as stream:
         assert stream.request.prompt_token_ids == expected[0]
+
+
+@pytest.mark.parametrize("said", ["", "ho", "ho <think>\n", " ho "])
+def test_an_answer_goes_on_with_the_last_message(llm: LLM, folder: Path, said: Any) -> None:
+    talk = [*TALK, {"role": "assistant", "content": said}]
+    expected = expected_ids(folder, talk, OPEN)
+    (found,) = llm.chat(talk, GREEDY, use_tqdm=False, **OPEN)
+    (plain,) = llm.generate(expected, GREEDY, use_tqdm=False)
+    assert found.prompt_token_ids == expected and found.outputs[0].text == plain.outputs[0].text
+    with llm.stream_chat(talk, GREEDY, **OPEN) as stream:
+        assert stream.request.prompt_token_ids == expected
+
+
+def test_the_last_message_goes_on_in_the_engine_thread(folder: Path) -> None:
+    talk = [*TALK, {"role": "assistant", "content": "ho"}]
+
+    async def asked() -> list[list[int]]:
+        async with AsyncLLM(folder, **SETTINGS) as llm:
+            outputs = [output async for output in llm.chat(talk, GREEDY, **OPEN)]
+            stream = await llm.stream_chat(talk, GREEDY, **OPEN)
+            async for _ in stream:
+                pass
+            assert stream.output is not None
+            return [outputs[-1].prompt_token_ids, stream.output.prompt_token_ids]
+
+    assert asyncio.run(asked()) == [expected_ids(folder, talk, OPEN)] * 2
+
+
+def test_an_answer_begins_or_goes_on(llm: LLM) -> None:
+    for talk in (TALK, OTHER):
+        with pytest.raises(InvalidParamsError, match="add_generation_prompt that is false"):
+            llm.chat(talk, GREEDY, use_tqdm=False, continue_final_message=True)
+    call = {"role": "assistant", "tool_calls": [{"id": "a"}]}
+    with pytest.raises(InvalidPromptError, match="needs a text in the last message, got"):
+        llm.chat([*TALK, call], GREEDY, use_tqdm=False, **OPEN)
+    thinks = {"role": "assistant", "content": "<think>ho"}
+    with pytest.raises(InvalidPromptError, match="ends within its thoughts, which"):
+        llm.chat([*TALK, thinks], GREEDY, use_tqdm=False, **OPEN)
+    thought = {"role": "assistant", "content": "<think>ho</think>"}
+    assert llm.chat([*TALK, thought], GREEDY, use_tqdm=False, **OPEN)
+    kwargs = {"continue_final_message": True}
+    with pytest.raises(InvalidParamsError, match="may not hold 'continue_final_message'"):
+        llm.chat(OTHER, GREEDY, use_tqdm=False, chat_template_kwargs=kwargs)
 
 
 def test_template_variables_reach_the_engine_thread(folder: Path) -> None:

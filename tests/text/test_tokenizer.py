@@ -899,7 +899,7 @@ def test_subclasses_become_plain_values(tmp_path: Path) -> None:
     assert ours.apply_chat_template([{"role": Role.USER, "content": ""}]) == "user"
 
 
-@pytest.mark.parametrize("name", ["return_dict", "chat_template", "continue_final_message"])
+@pytest.mark.parametrize("name", ["return_dict", "chat_template"])
 def test_arguments_that_are_no_variables_are_refused(tokenizer: Tokenizer, name: str) -> None:
     with pytest.raises(InvalidParamsError, match=name):
         tokenizer.apply_chat_template(CHAT, **{name: True})
