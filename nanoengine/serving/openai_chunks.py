@@ -26,9 +26,12 @@ from nanoengine.text.answer_pieces import Kind, Piece
 class _Chunks:
     """What chunks of both endpoints share: how they begin and end, and the tokens so far."""
 
-    def __init__(self, head: dict[str, Any], streaming: Streaming, echo_only: bool = False) -> None:
+    def __init__(
+        self, request: ChatRequest | CompletionRequest, head: dict[str, Any], echo_only: bool
+    ) -> None:
         self._head = head
-        self._streaming = streaming
+        self._streaming = request.streaming or Streaming()
+        self._has_ids = request.has_token_ids
         self._echo_only = echo_only
         self._num_in = 0
         self._num_out = 0
@@ -54,6 +57,10 @@ class _Chunks:
     def _usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
         return usage(outputs, self._echo_only)
 
+    def _ids(self, token_ids: Iterable[int], name: str = "token_ids") -> dict[str, list[int]]:
+        """Of a text or of a prompt, if they are wanted."""
+        return {name: [*token_ids]} if self._has_ids else {}
+
     def _chunk(self, choice: dict[str, Any]) -> Event:
         made = self._head | {"choices": [choice]}
         if self._streaming.continuous_usage:
@@ -76,13 +83,13 @@ class ChatChunks(_Chunks):
     ) -> None:
         """parsers: of the model's answers."""
         head = answer_head("chatcmpl", answer_id, "chat.completion.chunk", model)
-        super().__init__(head, request.streaming or Streaming())
+        super().__init__(request, head, echo_only=False)
         self._request = request
         # Log-probabilities are those of the content alone where thoughts are not wanted.
         self._hides_thoughts = parsers.reasoning is not None and not request.shows_reasoning
         self._token_bytes = token_bytes
         self._parsers = parsers
-        self._prompt = ""
+        self._prompt = RequestOutput(-1, "", [], [])
         # By the number of the choice.
         self._begun: dict[int, tuple[AnswerParser, ContentLogprobs]] = {}
         self._calling: set[int] = set()  # choices that have called a tool
@@ -92,7 +99,7 @@ class ChatChunks(_Chunks):
         (output,) = outputs
         choices = [self._whole_choice(output.prompt or "", made) for made in output.outputs]
         whole = {"object": "chat.completion", "choices": choices, "usage": self._usage(outputs)}
-        return self._head | whole
+        return self._head | whole | self._ids(output.prompt_token_ids, PROMPT_IDS)
 
     def _whole_choice(self, prompt: str, made: CompletionOutput) -> dict[str, Any]:
         parser, scores = self._readers(prompt)
@@ -106,11 +113,11 @@ class ChatChunks(_Chunks):
             "logprobs": self._logprobs(made, pieces, scores),
             "finish_reason": _finish_reason(made.finish_reason, bool(message.tool_calls)),
             "stop_reason": made.stop_reason,
-        }
+        } | self._ids(made.token_ids)
 
     def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
         """No chunks: a choice begins with its first delta."""
-        self._prompt = output.prompt or ""
+        self._prompt = output
         return super().begin(output, prompt_index)
 
     def _usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
@@ -135,9 +142,7 @@ class ChatChunks(_Chunks):
         for delta in deltas:
             self._num_out += len(delta.token_ids)
             if delta.index not in self._begun:
-                self._begun[delta.index] = self._readers(self._prompt)
-                first = {"role": "assistant", "content": ""}
-                chunks.append(self._chunk(_choice(delta.index, {"delta": first}, None)))
+                chunks.append(self._first(delta.index))
             parser, scores = self._begun[delta.index]
             pieces = parser.read(delta.text, delta.finish_reason is not None)
             said = self._said(delta.index, pieces)
@@ -145,13 +150,23 @@ class ChatChunks(_Chunks):
             logprobs = self._logprobs(delta, pieces, scores)
             if logprobs is not None and self._hides_thoughts and not logprobs["content"]:
                 logprobs = None
-            if not said and (logprobs is not None or reason is not None):
+            if not said and (logprobs is not None or reason is not None or self._has_ids):
                 said = [{}]
             for number, each in enumerate(said):
                 own = None if number else logprobs
+                new = {"delta": each} | self._ids(() if number else delta.token_ids)
                 ended = (reason, delta.stop_reason) if each is said[-1] else (None, None)
-                chunks.append(self._chunk(_choice(delta.index, {"delta": each}, own, *ended)))
+                chunks.append(self._chunk(_choice(delta.index, new, own, *ended)))
         return chunks
+
+    def _first(self, index: int) -> Event:
+        """The chunk that a choice begins with; that of the answer has the prompt's ids."""
+        is_first = not self._begun
+        self._begun[index] = self._readers(self._prompt.prompt or "")
+        new = {"delta": {"role": "assistant", "content": ""}} | self._ids(())
+        name, chunk = self._chunk(_choice(index, new, None))
+        ids = self._ids(self._prompt.prompt_token_ids, PROMPT_IDS) if is_first else {}
+        return name, chunk | ids
 
     def _logprobs(
         self, made: CompletionOutput | StreamDelta, pieces: list[Piece], scores: ContentLogprobs
@@ -177,7 +192,7 @@ class CompletionChunks(_Chunks):
         self, request: CompletionRequest, answer_id: str, model: str, token_bytes: TokenBytes
     ) -> None:
         head = answer_head("cmpl", answer_id, "text_completion", model)
-        super().__init__(head, request.streaming or Streaming(), request.echo_only)
+        super().__init__(request, head, request.echo_only)
         self._request = request
         self._token_bytes = token_bytes
         # By the number of the choice; with echo, a choice begins with the prompt.
@@ -203,18 +218,22 @@ class CompletionChunks(_Chunks):
             text += made.text
         lists = _joined([part for part in parts if part is not None])
         ended = {"finish_reason": made.finish_reason, "stop_reason": made.stop_reason}
-        return {"text": text, "logprobs": lists} | ended
+        ids = self._ids(output.prompt_token_ids, PROMPT_IDS)
+        ids |= self._ids(() if self._echo_only else made.token_ids)
+        return {"text": text, "logprobs": lists} | ids | ended
 
     def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
-        """With echo, the prompt's text in each choice."""
+        """With echo, the prompt's text in each choice, and its ids if they are wanted."""
         chunks = super().begin(output, prompt_index)
-        if not self._request.echo:
+        ids = self._ids(output.prompt_token_ids, PROMPT_IDS)
+        if not self._request.echo and not ids:
             return chunks
-        text = prompt_text(output, self._token_bytes)
-        lists = prompt_lists(output, text, self._token_bytes)
+        text = prompt_text(output, self._token_bytes) if self._request.echo else ""
+        lists = prompt_lists(output, text, self._token_bytes) if self._request.echo else None
         for index in self._choices(prompt_index):
             self._logprobs[index] = CompletionLogprobs(self._token_bytes, len(text))
-            chunks.append(self._chunk(_choice(index, {"text": text}, lists)))
+            new = {"text": text} | ids | self._ids(())
+            chunks.append(self._chunk(_choice(index, new, lists)))
         return chunks
 
     def of(self, deltas: Iterable[StreamDelta], prompt_index: int) -> list[Event]:
@@ -225,16 +244,17 @@ class CompletionChunks(_Chunks):
             if self._echo_only:
                 if delta.finish_reason is not None:
                     ended = delta.finish_reason, delta.stop_reason
-                    choice = _choice(index, {"text": ""}, None, *ended)
+                    choice = _choice(index, {"text": ""} | self._ids(()), None, *ended)
                     chunks.append(self._chunk(choice))
                 continue
             self._num_out += len(delta.token_ids)
             reason, lists = delta.finish_reason, None
             if delta.logprobs is not None:
                 lists = self._logprobs[index].lists(delta.token_ids, delta.logprobs)
-            if delta.text or delta.logprobs or reason is not None:  # its text may be held back
-                choice = _choice(index, {"text": delta.text}, lists, reason, delta.stop_reason)
-                chunks.append(self._chunk(choice))
+            ids = self._ids(delta.token_ids)
+            if delta.text or delta.logprobs or reason is not None or ids:  # text may be held back
+                new = {"text": delta.text} | ids
+                chunks.append(self._chunk(_choice(index, new, lists, reason, delta.stop_reason)))
         return chunks
 
     def _choices(self, prompt_index: int) -> range:
@@ -242,6 +262,7 @@ class CompletionChunks(_Chunks):
         return range(prompt_index * n, prompt_index * n + n)
 
 
+PROMPT_IDS = "prompt_token_ids"
 # In whole answers, as in vLLM's: clients ask for it unguarded.
 NO_REASONING = {"reasoning_content": None, "reasoning": None}
 

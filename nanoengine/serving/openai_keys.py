@@ -25,7 +25,7 @@ PARAMS = (
 # max_completion_tokens, but load generators send it there.
 COMMON = (
     *("model", "stream", "stream_options", "cache_salt", "max_completion_tokens"),
-    "response_format",
+    *("response_format", "return_token_ids"),
 )
 OWN = {
     CHAT: (
@@ -75,7 +75,6 @@ REFUSED: Refused = {
     "modalities": ((["text"],), IS_TEXT),
     "audio": ((), IS_TEXT),
     "detokenize": ((True,), IS_TEXT),
-    "return_token_ids": ((False,), IS_TEXT),
     "return_tokens_as_token_ids": ((False,), IS_TEXT),
     "prompt_embeds": ((), "a prompt is a text or token ids"),
     "web_search_options": ((), "nothing is searched"),

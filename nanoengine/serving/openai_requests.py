@@ -56,7 +56,7 @@ class CompletionRequest:
     echo: the answer begins with the prompt; echo_only: and ends with it, so what is generated (the
     engine needs one token) is dropped. may_be_cut: max_tokens may reach beyond the context. model:
     the name in the body, which nobody has checked. form_key: what the body calls the form of the
-    answer.
+    answer. has_token_ids: the answer has those of prompts and texts.
     """
 
     prompts: tuple[str | list[int], ...]
@@ -68,6 +68,7 @@ class CompletionRequest:
     streaming: Streaming | None = None
     model: str | None = None
     form_key: str = OWN_FORM
+    has_token_ids: bool = False
 
     @property
     def num_completions(self) -> int:
@@ -81,7 +82,7 @@ class ChatRequest:
     messages and the values of its variables. may_be_cut: max_tokens may reach beyond the context.
     model: the name in the body, which nobody has checked. form_key: what the body calls the form of
     the answer. tools: that the model may call; None if there are none. shows_reasoning: whether the
-    answer has the thoughts.
+    answer has the thoughts; has_token_ids: those of the prompt and of its texts.
     """
 
     messages: Any
@@ -94,6 +95,7 @@ class ChatRequest:
     form_key: str = OWN_FORM
     tools: ToolUse | None = None
     shows_reasoning: bool = True
+    has_token_ids: bool = False
 
     @property
     def num_completions(self) -> int:
@@ -128,7 +130,11 @@ def _completion(given: dict[str, Any], defaults: SamplingParams) -> CompletionRe
     made = params_from(defaults, params, _names(given))
     prompts = _prompts(given.get("prompt"), made.n)
     may_be_cut = "max_tokens" not in params  # nobody asked for the default
-    return CompletionRequest(prompts, made, echo, echo_only, may_be_cut, **common_keys(given))
+    return CompletionRequest(
+        *(prompts, made, echo, echo_only, may_be_cut),
+        **common_keys(given),
+        has_token_ids=read_flag(given, "return_token_ids"),
+    )
 
 
 def _chat(given: dict[str, Any], defaults: SamplingParams) -> ChatRequest:
@@ -144,6 +150,7 @@ def _chat(given: dict[str, Any], defaults: SamplingParams) -> ChatRequest:
         **common_keys(given),
         tools=use,
         shows_reasoning=read_flag(given, "include_reasoning", True),
+        has_token_ids=read_flag(given, "return_token_ids"),
     )
 
 

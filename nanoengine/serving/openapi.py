@@ -90,6 +90,7 @@ OTHERS: dict[str, Schema] = {
     "tool_choice": {"anyOf": [CHOICE, TOOL, ALLOWED_TOOLS]},
     "parallel_tool_calls": FLAG,
     "include_reasoning": FLAG,
+    "return_token_ids": FLAG,
     "add_generation_prompt": FLAG,
     "continue_final_message": FLAG,
     "prompt": {"anyOf": [TEXT, IDS, TEXTS, list_of(IDS)]},

@@ -26,8 +26,9 @@ from nanoengine.text.tokenizer import Tokenizer
 Asked = ChatRequest | CompletionRequest
 Result = TypeVar("Result")
 NUM_THREADS = 4
-# Of what the texts of one answer repeat: characters, and those of a log-probability in JSON.
-MAX_ECHO, SCORE = 1 << 26, 32
+# Of what the texts of one answer repeat: characters, and those of a log-probability and of an id in
+# JSON.
+MAX_REPEATED, SCORE, ID = 1 << 26, 32, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,7 @@ class Prompts:
             text = self.rendered(request.messages, request.rendering)
             return [self._prompt(request, text, is_rendered=True)]
         prompts = [self._prompt(request, prompt, is_rendered=False) for prompt in request.prompts]
-        if request.echo:
-            _check_echo(request, prompts)
+        check_repeats(request, prompts)
         return prompts
 
     def rendered(self, messages: Any, rendering: Rendering) -> str:
@@ -125,20 +125,22 @@ class Prompts:
         return ChatParsers.of(self._tokenizer, options.tool_call_parser, options.reasoning_parser)
 
 
-def _check_echo(request: CompletionRequest, prompts: list[Prepared]) -> None:
-    """Raise InvalidParamsError if prompts and their log-probabilities, which each of the texts of
-    an answer repeats, would be too much to write. One text may always have them.
+def check_repeats(request: CompletionRequest, prompts: list[Prepared]) -> None:
+    """Raise InvalidParamsError if prompts, their ids and log-probabilities, which each of the texts
+    of an answer repeats, would be too much to write. One text may always have them.
     """
     params = request.params
     each = 0 if params.prompt_logprobs is None else SCORE * (params.prompt_logprobs + 1)
+    each += ID if request.has_token_ids else 0
     texts = sum(len(made.prompt.get("prompt", "")) for made in prompts)
     num_tokens = sum(len(made.token_ids) for made in prompts)
-    total = params.n * (max(texts, num_tokens) + each * num_tokens)
-    if total > MAX_ECHO and request.num_completions > 1:
+    total = params.n * ((max(texts, num_tokens) if request.echo else 0) + each * num_tokens)
+    if total > MAX_REPEATED and request.num_completions > 1:
+        what = "echo" if request.echo else "return_token_ids"
         raise InvalidParamsError(
-            f"echo: the {request.num_completions} texts would repeat about {total} characters of "
-            f"prompts and their log-probabilities, and may repeat {MAX_ECHO}; ask for fewer texts "
-            "or log-probabilities in one request"
+            f"{what}: the {request.num_completions} texts would repeat about {total} characters of "
+            f"prompts, their ids and log-probabilities, and may repeat {MAX_REPEATED}; ask for "
+            "fewer texts or log-probabilities in one request"
         )
 
 

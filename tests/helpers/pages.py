@@ -121,7 +121,9 @@ Errors about names of [other engines](parameters.md) say what they are here. `nu
 - `echo` repeats the prompt before a completion. With `logprobs`, the lists begin with the prompt's
   tokens, the first of which has none; `"max_tokens": 0` asks for the prompt's alone. Such a prompt
   is computed as a whole, also where its KV is cached. Where several texts would repeat more than
-  64 Mi characters of prompts and their log-probabilities, the request is refused.
+  64 Mi characters of prompts, their ids and log-probabilities, the request is refused.
+- `return_token_ids` adds vLLM's `token_ids` to choices, and `prompt_token_ids`: of a chat to the
+  answer, or to its first chunk; of a completion to each choice.
 - `stream_options` has `include_usage` and vLLM's `continuous_usage_stats`, which here counts all
   choices. A chunk may have several tokens: those that came since the last one.
 - `cache_salt` keeps the cached KV of users apart who must not learn of each other's prompts by

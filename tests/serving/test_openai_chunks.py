@@ -20,6 +20,7 @@ from nanoengine.text.answer_parser import ChatParsers
 # Letters, parts of "é", an end of the text.
 PIECES = [b"a", b" b", b"\xc3", b"\xa9", "ßc".encode(), b"</s>"]
 HEAD = ("id", "created", "model", "system_fingerprint")
+IDS = {"token_ids", "prompt_token_ids"}
 
 TOKENS = st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=8)
 USAGES = st.builds(Streaming, st.booleans(), st.booleans())
@@ -81,8 +82,11 @@ def joined(chunks: list[dict[str, Any]], streaming: Streaming, **empty: Any) -> 
         choice["text"] += part.get("text", "") + part.get("delta", {}).get("content", "")
         choice["roles"] = (*choice.get("roles", ()), part.get("delta", {}).get("role"))
         choice["logprobs"] = added(choice["logprobs"], part["logprobs"])
+        for name in IDS & part.keys():
+            choice[name] = [*choice.get(name, []), *part[name]]
     ordered = [choices[index] for index in sorted(choices)]
-    return head(chunks[0]) | {"choices": ordered, "usage": usage["usage"]}
+    ids = {name: chunk[name] for chunk in chunks for name in IDS & chunk.keys()}
+    return head(chunks[0]) | {"choices": ordered, "usage": usage["usage"]} | ids
 
 
 def head(chunk: dict[str, Any]) -> dict[str, Any]:
@@ -96,16 +100,19 @@ def added(old: dict[str, Any] | None, new: dict[str, Any] | None) -> dict[str, A
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.lists(TOKENS, min_size=1, max_size=3), st.booleans(), USAGES, st.randoms())
+@given(st.lists(TOKENS, min_size=1, max_size=3), st.booleans(), st.booleans(), USAGES, st.randoms())
 def test_the_chunks_of_a_chat_are_the_answer(
-    made: list[list[int]], scored: bool, streaming: Streaming, draw: random.Random
+    made: list[list[int]], scored: bool, has_ids: bool, streaming: Streaming, draw: random.Random
 ) -> None:
     params = SamplingParams(n=len(made), logprobs=2 if scored else None)
-    request = ChatRequest([], params, streaming=streaming)
+    request = ChatRequest([], params, streaming=streaming, has_token_ids=has_ids)
     lines = [deltas_of(draw, index, tokens, scored) for index, tokens in enumerate(made)]
     output = RequestOutput(7, "p", [0, 1, 2], OutputsSoFar(chain(*lines)).outputs())
     writer = ChatChunks(request, "7", "m", token_bytes, ChatParsers())
     body = writer.whole([output])
+    ids = [choice.get("token_ids") for choice in body["choices"]]
+    assert ids == (made if has_ids else [None] * len(made))
+    assert body.get("prompt_token_ids") == ([0, 1, 2] if has_ids else None)
 
     events = writer.begin(output, 0)
     for delta in shuffled(draw, lines):
@@ -129,6 +136,7 @@ def test_the_chunks_of_a_chat_are_the_answer(
     st.lists(st.lists(TOKENS, min_size=2, max_size=2), min_size=1, max_size=2),
     st.booleans(),
     st.sampled_from(["", "echo", "echo_only"]),
+    st.booleans(),
     USAGES,
     st.randoms(),
 )
@@ -136,13 +144,15 @@ def test_the_chunks_of_a_completion_are_the_answer(
     made: list[list[list[int]]],
     scored: bool,
     echo: str,
+    has_ids: bool,
     streaming: Streaming,
     draw: random.Random,
 ) -> None:
     """Two texts for each prompt; the first prompt is a text, the second one ids."""
     params = SamplingParams(n=2, logprobs=1 if scored else None)
     flags = {"echo": bool(echo), "echo_only": echo == "echo_only", "streaming": streaming}
-    request = CompletionRequest(tuple("pq"[: len(made)]), params, **flags)
+    prompts_given = tuple("pq"[: len(made)])
+    request = CompletionRequest(prompts_given, params, **flags, has_token_ids=has_ids)
     prompts = [[0, 2, 3], [4]][: len(made)]
     lines, outputs = [], []
     for number, texts in enumerate(made):
@@ -156,6 +166,11 @@ def test_the_chunks_of_a_completion_are_the_answer(
         lines.append([(number, delta) for delta in shuffled(draw, parts)])
     writer = CompletionChunks(request, "7", "m", token_bytes)
     body = writer.whole(outputs)
+    expected = [] if echo == "echo_only" else [ids for texts in made for ids in texts]
+    ids = [choice.get("token_ids") for choice in body["choices"]]
+    assert ids == (expected or [[]] * len(ids) if has_ids else [None] * len(ids))
+    if has_ids:
+        assert [choice["prompt_token_ids"] for choice in body["choices"][::2]] == prompts
 
     events = [event for n, output in enumerate(outputs) for event in writer.begin(output, n)]
     for number, delta in shuffled(draw, lines):

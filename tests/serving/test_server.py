@@ -94,6 +94,23 @@ def test_echo_and_logprobs(server: LiveServer, plain: LLM) -> None:
     assert joined == lists["tokens"]
 
 
+def test_token_ids(server: LiveServer, plain: LLM) -> None:
+    """vLLM's return_token_ids, whole and in chunks."""
+    (chat,) = plain.chat(MESSAGES, SamplingParams(max_tokens=9, **GREEDY), use_tqdm=False)
+    asked = {"max_tokens": 9, "return_token_ids": True, **GREEDY}
+    _, body = server.post(CHAT, messages=MESSAGES, **asked)
+    assert body["prompt_token_ids"] == chat.prompt_token_ids
+    assert body["choices"][0]["token_ids"] == chat["token_ids"]
+    _, body = server.post(COMPLETIONS, prompt=[5, 6], **asked)
+    (choice,) = body["choices"]
+    assert choice["prompt_token_ids"] == [5, 6] and len(choice["token_ids"]) == 9
+    for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": [5, 6]})):
+        _, _, data = server.ask("POST", path, prompt | asked | {"stream": True})
+        chunks = [json.loads(line[6:]) for line in data.splitlines() if line.startswith(b"data: {")]
+        streamed = [t for chunk in chunks for t in chunk["choices"][0]["token_ids"]]
+        assert streamed == (chat["token_ids"] if path == CHAT else choice["token_ids"])
+
+
 def test_a_response(server: LiveServer, plain: LLM) -> None:
     asked = {"input": "hello", "max_output_tokens": 9, **GREEDY}
     _, chat = server.post(CHAT, messages=MESSAGES, max_tokens=9, **GREEDY)

@@ -28,10 +28,11 @@ from live_server import (
 )
 from paced_engine import standing_still_once_one_runs, stepping_if, stepping_to_begin
 
-from nanoengine import LLM
+from nanoengine import LLM, InvalidParamsError, SamplingParams
 from nanoengine.serving import service
 from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, MESSAGES, RESPONSES
-from nanoengine.serving.prompts import json_of
+from nanoengine.serving.openai_requests import CompletionRequest
+from nanoengine.serving.prompts import Prepared, check_repeats, json_of
 
 LONG = {"prompt": "long", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 SHORT = LONG | {"max_tokens": 3}
@@ -424,6 +425,19 @@ def test_texts_may_not_repeat_gigabytes_of_a_prompt(
         assert server.post(COMPLETIONS, **asked | many)[0] == 400
         for few in ({"n": 2, "logprobs": 20}, {"n": 64}, {"logprobs": 20}):
             assert server.ask("POST", COMPLETIONS, asked | few)[0] == 200
+
+
+def test_texts_may_not_repeat_gigabytes_of_ids() -> None:
+    ids = [5] * 10_000
+    prompts = [Prepared({}, ids, SamplingParams())]
+    for n, has_ids, fits in ((800, True, True), (900, True, False), (900, False, True)):
+        params = SamplingParams(n=n)
+        request = CompletionRequest((ids,), params, has_token_ids=has_ids)
+        if fits:
+            check_repeats(request, prompts)
+        else:
+            with pytest.raises(InvalidParamsError, match="return_token_ids: the 900 texts would"):
+                check_repeats(request, prompts)
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
