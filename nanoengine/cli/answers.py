@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
 from nanoengine import SamplingParams, StreamDelta
@@ -17,7 +16,7 @@ from nanoengine.cli.flags import SAMPLED
 from nanoengine.cli.interrupts import ended_by_ctrl_c
 from nanoengine.config.engine import EngineConfig
 from nanoengine.errors import counted
-from nanoengine.text.tokenizer_files import check_tokenizer_is_there
+from nanoengine.text.tokenizer_files import check_tokenizer_is_there, path_of
 
 READING_S, READING_EVERY_S = 2.0, 0.2
 ERASED = "\r\x1b[K"  # the line of a terminal
@@ -163,7 +162,7 @@ def open_model(
 
     Raises ModelNotFoundError, too, for a folder with a model and no tokenizer.
     """
-    folder = Path(config.model).expanduser()
+    folder = path_of(config.model)
     if config.tokenizer is None and (folder / "config.json").is_file():  # weights take long
         check_tokenizer_is_there(folder)
     start = time.perf_counter()

@@ -221,13 +221,21 @@ class Runner:
         else:
             # If one is refused, those before it are dropped, and that aborts them.
             streams = tuple(
-                llm.stream(prompt, self._seeded(line, request.params, index))
-                for index, prompt in enumerate(request.prompts)
+                llm.stream(self._given(request, text), self._seeded(line, request.params, index))
+                for index, text in enumerate(request.prompts)
             )
         if most is not None and not request.may_be_cut:
             for stream in streams:
                 llm.llm_engine.inputs.check_room(len(stream.request.prompt_token_ids), most)
         return streams
+
+    def _given(self, request: CompletionRequest, prompt: str | list[int]) -> Any:
+        """A prompt as the engine takes it: ids where a text gets no special tokens."""
+        if request.add_special_tokens or not isinstance(prompt, str):
+            return prompt
+        llm = self._model.llm
+        ids = llm.tokenizer.encode_within(llm.plan.max_model_len, prompt, False)
+        return {"prompt": prompt, "prompt_token_ids": ids}
 
     def _seeded(self, line: Line, params: SamplingParams, index: int = 0) -> SamplingParams:
         """A line without a seed gets one that it has in every run; index: of its prompt."""

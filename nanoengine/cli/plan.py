@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from nanoengine.cli.flags import engine_config
@@ -19,7 +18,7 @@ from nanoengine.errors import counted
 from nanoengine.startup.bars import Bar, Part
 from nanoengine.startup.machine_speed import MachineSpeed, remember_speed, remembered_speed
 from nanoengine.startup.plan import describe_copies
-from nanoengine.text.tokenizer_files import chat_template_of, check_tokenizer_is_there
+from nanoengine.text.tokenizer_files import chat_template_of, check_tokenizer_is_there, path_of
 
 # GB/s that are assumed where none are given; printed beside what follows from them.
 LINK_GB_PER_S = 25.0  # PCIe 4 x16
@@ -59,7 +58,7 @@ def plan(args: argparse.Namespace) -> int:
     found = "gguf" if is_gguf(config.model) else "safetensors"
     check_format(config.model, config.load_format, found)
     if config.tokenizer:
-        check_tokenizer_is_there(Path(config.tokenizer).expanduser())
+        check_tokenizer_is_there(path_of(config.tokenizer))
     if config.chat_template:
         chat_template_of(config.chat_template)
     model = read_config_of(config.model)

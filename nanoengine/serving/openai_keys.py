@@ -33,7 +33,7 @@ OWN = {
         *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
         *("add_generation_prompt", "continue_final_message"),
     ),
-    COMPLETIONS: ("prompt", "echo"),
+    COMPLETIONS: ("prompt", "echo", "add_special_tokens"),
 }
 # Keys that do not change the text of the answer: OpenAI's, Anthropic's, vLLM's, SGLang's, and what
 # clients of llama.cpp and Ollama add.

@@ -56,7 +56,8 @@ class CompletionRequest:
     echo: the answer begins with the prompt; echo_only: and ends with it, so what is generated (the
     engine needs one token) is dropped. may_be_cut: max_tokens may reach beyond the context. model:
     the name in the body, which nobody has checked. form_key: what the body calls the form of the
-    answer. has_token_ids: the answer has those of prompts and texts.
+    answer. has_token_ids: the answer has those of prompts and texts. add_special_tokens: whether a
+    text gets those that the tokenizer adds.
     """
 
     prompts: tuple[str | list[int], ...]
@@ -69,6 +70,7 @@ class CompletionRequest:
     model: str | None = None
     form_key: str = OWN_FORM
     has_token_ids: bool = False
+    add_special_tokens: bool = True
 
     @property
     def num_completions(self) -> int:
@@ -134,6 +136,7 @@ def _completion(given: dict[str, Any], defaults: SamplingParams) -> CompletionRe
         *(prompts, made, echo, echo_only, may_be_cut),
         **common_keys(given),
         has_token_ids=read_flag(given, "return_token_ids"),
+        add_special_tokens=read_flag(given, "add_special_tokens", True),
     )
 
 

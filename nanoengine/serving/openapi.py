@@ -91,6 +91,7 @@ OTHERS: dict[str, Schema] = {
     "parallel_tool_calls": FLAG,
     "include_reasoning": FLAG,
     "return_token_ids": FLAG,
+    "add_special_tokens": FLAG,
     "add_generation_prompt": FLAG,
     "continue_final_message": FLAG,
     "prompt": {"anyOf": [TEXT, IDS, TEXTS, list_of(IDS)]},

@@ -86,8 +86,10 @@ class Prompts:
             params = self.parsers.params(request.params, request.tools)
             request = replace(request, params=params)
             text = self.rendered(request.messages, request.rendering)
-            return [self._prompt(request, text, is_rendered=True)]
-        prompts = [self._prompt(request, prompt, is_rendered=False) for prompt in request.prompts]
+            # The template has written the special tokens already.
+            return [self._prompt(request, text, add_special_tokens=False)]
+        add = request.add_special_tokens
+        prompts = [self._prompt(request, prompt, add) for prompt in request.prompts]
         check_repeats(request, prompts)
         return prompts
 
@@ -100,10 +102,9 @@ class Prompts:
         limit = self._facts.max_model_len
         return self._tokenizer.encode_within(limit, text, add_special_tokens)
 
-    def _prompt(self, request: Asked, given: Any, is_rendered: bool) -> Prepared:
-        # A template has written the special tokens already.
+    def _prompt(self, request: Asked, given: Any, add_special_tokens: bool) -> Prepared:
         is_text = isinstance(given, str)
-        ids = self.encode(given, add_special_tokens=not is_rendered) if is_text else given
+        ids = self.encode(given, add_special_tokens) if is_text else given
         made = {"prompt_token_ids": ids, "cache_salt": request.cache_salt}
         made |= {"prompt": given} if is_text else {}
         return Prepared(made, ids, self._params(request, len(ids)))

@@ -49,7 +49,7 @@ from nanoengine.startup.device_limits import (
 from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, streams
 from nanoengine.startup.weight_bytes import no_codes
 from nanoengine.text.tokenizer import Tokenizer
-from nanoengine.text.tokenizer_files import chat_template_of, check_tokenizer_is_there
+from nanoengine.text.tokenizer_files import chat_template_of, check_tokenizer_is_there, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def load_parts(
     """
     folder = find_folder(config, device)
     if config.tokenizer:
-        check_tokenizer_is_there(Path(config.tokenizer).expanduser())
+        check_tokenizer_is_there(path_of(config.tokenizer))
     template = None if config.chat_template is None else chat_template_of(config.chat_template)
     is_asked = config.generation_config == "auto"
     params = read_sampling_params(folder) if is_asked else SamplingParams()
@@ -358,7 +358,7 @@ def load_tokenizer(config: EngineConfig, folder: Path, template: str | None) -> 
     chats, None for its own.
     """
     if config.tokenizer:
-        return Tokenizer.from_folder(Path(config.tokenizer).expanduser(), template)
+        return Tokenizer.from_folder(path_of(config.tokenizer), template)
     try:
         return Tokenizer.from_folder(folder, template)
     except ModelNotFoundError:

@@ -462,6 +462,9 @@ missing unless (True,): here it is nothing: spaces are those of the tokenizer
 missing unless (True,): here it is nothing: prompts are not padded, and KV is always cached
   transformers: pad_token_id use_cache cache_implementation attention_mask padding_side bos_token_id
     decoder_start_token_id low_memory
+missing unless (False,): a chat has the special tokens of its template, a text those of the
+tokenizer; ids have no others
+  vLLM: add_special_tokens
 missing: prompts are never cut; a prompt that is too long is an error that names the limit
   vLLM: truncate_prompt_tokens  llama.cpp: n_keep n_discard  Ollama: num_keep truncate
 missing: whether a model thinks, and how much, its chat template takes, as chat_template_kwargs;

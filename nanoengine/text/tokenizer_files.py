@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -189,6 +190,11 @@ def try_out(backend: tokenizers.Tokenizer, source: Path) -> None:
         raise CorruptModelError(f"{source} breaks the tokenizer: {reason_of(error)}") from error
 
 
+def path_of(given: str) -> Path:
+    """A path as users write it: ~ is their home, and ~name stays where nobody has that name."""
+    return Path(os.path.expanduser(given))  # pathlib raises then
+
+
 def check_tokenizer_is_there(folder: Path) -> None:
     """Raises ModelNotFoundError for a folder without any of a tokenizer's files."""
     if not folder.is_dir():
@@ -276,7 +282,7 @@ def chat_template_of(given: str) -> str:
     """
     if "{{" in given or "{%" in given:
         return given
-    path = Path(given).expanduser()
+    path = path_of(given)
     if not has_file(path):
         raise ConfigError(
             f"chat_template: there is no file {shown(given)}; give the path of a file of Jinja "

@@ -246,7 +246,7 @@ def test_a_chat_may_ask_for_what_is_done_anyway(tiny: Callable[[str], Path]) -> 
             llm.chat(talk, params, use_tqdm=False, **each)[0].outputs[0].text for each in ({}, more)
         ]
         assert texts[0] == texts[1] != ""
-        for name in ("continue_final_message", "chat_template", "enable_thinking"):
+        for name in ("chat_template", "enable_thinking"):
             with pytest.raises(InvalidParamsError, match=f"{name}' of chat"):
                 llm.chat(talk, params, **{name: True})
         with pytest.raises(InvalidParamsError, match="chat_template_kwargs"):

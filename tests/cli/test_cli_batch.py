@@ -114,6 +114,18 @@ def test_answers_are_the_librarys(
     assert summary["output_tokens"] == 6 + 6 + 5 + 20 + 5
 
 
+def test_special_tokens_may_be_left_out(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"prompt": "a", "max_tokens": 1, "return_token_ids": True}
+    rows = [ask("whole", **asked), ask("bare", **asked, add_special_tokens=False)]
+    run(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", tiny("llama"))
+    found = answers(tmp_path / "out.jsonl")
+    whole, bare = (
+        found[name]["response"]["body"]["choices"][0]["prompt_token_ids"]
+        for name in ("whole", "bare")
+    )
+    assert whole[1:] == bare and len(bare) == 1
+
+
 def test_a_line_that_asks_for_more_than_the_context_is_refused(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -134,6 +134,7 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         (CHAT, {"qqqqqqqq": 1}, "unknown key 'qqqqqqqq'"),
         (COMPLETIONS, {"messages": MESSAGES}, "'messages'; /v1/chat/completions has it"),
         (CHAT, {"prompt": "a"}, "unknown key 'prompt'; /v1/completions has it"),
+        (CHAT, {"add_special_tokens": True}, "a chat has the special tokens of its template"),
         (CHAT, {"think": False}, "think=False is not supported: a template that has it"),
         (COMPLETIONS, {"best_of": True}, "best_of=True is not supported: answers are not"),
         (COMPLETIONS, {"temperature": -1}, "temperature must be between 0 and 100, got -1"),

@@ -94,6 +94,14 @@ def test_echo_and_logprobs(server: LiveServer, plain: LLM) -> None:
     assert joined == lists["tokens"]
 
 
+def test_special_tokens_may_be_left_out(server: LiveServer) -> None:
+    asked = {"prompt": "hello", "return_token_ids": True, "max_tokens": 1}
+    _, whole = server.post(COMPLETIONS, **asked)
+    _, bare = server.post(COMPLETIONS, **asked, add_special_tokens=False)
+    with_bos, without = (body["choices"][0]["prompt_token_ids"] for body in (whole, bare))
+    assert with_bos[1:] == without and len(with_bos) > 1
+
+
 def test_token_ids(server: LiveServer, plain: LLM) -> None:
     """vLLM's return_token_ids, whole and in chunks."""
     (chat,) = plain.chat(MESSAGES, SamplingParams(max_tokens=9, **GREEDY), use_tqdm=False)

@@ -202,5 +202,7 @@ def test_a_template_whose_name_no_system_takes() -> None:
 
 
 def test_a_template_that_is_not_there(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no file '~nobody_of_this_name/x'"):
+        chat_template_of("~nobody_of_this_name/x")
     with pytest.raises(ConfigError, match=r"there is no file 'none\.jinja'; give the path"):
         LLM(folder, chat_template="none.jinja", **SETTINGS)
