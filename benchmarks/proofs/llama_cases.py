@@ -158,6 +158,7 @@ OTHERWISE: dict[str, dict[str, Any] | None] = {
     "gemma4-shared": {"num_kv_shared_layers": 2},
     "glm4-moe-lite": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "kimi-linear-dense": None,
+    "ling-2": {"attention_bias": False},
     "ling-unbounded": None,
     "lfm2": {"conv_bias": False},
     "llama-sharded": None,
@@ -306,6 +307,8 @@ def variants() -> dict[str, Case]:
     of_ling = WIDE | {"v_head_dim": 64, "moe_intermediate_size": 256}
     found["ling in Q4_K"] = Case("ling", of_ling, in_codes("Q4_K"), forms=(F32,))
     found["ling in Q4_K_M"] = Case("ling", of_ling, forms=forms)
+    of_ling_2 = WIDE | {"attention_bias": False, "moe_intermediate_size": 256}
+    found["ling-2 in Q4_K_M"] = Case("ling-2", of_ling_2, forms=forms)
     return found
 
 

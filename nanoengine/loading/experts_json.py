@@ -23,6 +23,7 @@ MAX_EXPERTS = 10_000
 MAX_OF_ALL_LAYERS = 200_000  # each has a few tensors, which are listed before the files are read
 COUNTS = ("moe_num_experts", "num_local_experts", "n_routed_experts", "num_experts")
 PACKED_EXPERTS = ("experts.gate_up_proj_blocks", "experts.down_proj_blocks")  # ends of names
+SHARED_SIZE = "moe_shared_expert_intermediate_size"
 MLP_KINDS = {"dense", "sparse"}
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 # Tensors for all experts of a layer: transformers' names, and those of Granite at the hub.
@@ -58,6 +59,7 @@ def read_experts(
         has_none = content.get(names.shared_size) == 0 and not names.has_shared_gate
         shared = 0 if has_none else content.size(names.shared_size)
     elif names.shared and content.get(names.num_shared) != 0:
+        _check_shared_size(content, names, inner)
         shared = inner * content.size(names.num_shared, limit=MAX_EXPERTS)
     averages = bool(shared and names.combination) and content.get(names.combination) == "average"
     scaling = content.real("routed_scaling_factor", 1.0) if is_scaled else 1.0
@@ -79,6 +81,16 @@ def read_experts(
         latent_size=_latent_size(content, names),
         **_groups(content, names, count),
     )
+
+
+def _check_shared_size(content: CheckedJson, names: ExpertNames, inner: int) -> None:
+    """Raise UnsupportedModelError if a key, Ling's, says that shared experts have another size."""
+    size = content.get(SHARED_SIZE)
+    if size not in (None, inner):
+        raise UnsupportedModelError(
+            f"{content.path}: {SHARED_SIZE!r} is {shown(size)}; it must be as "
+            f"{names.inner_size!r}, {inner}"
+        )
 
 
 def _renormalises(content: CheckedJson, names: ExpertNames, scoring: str) -> bool:

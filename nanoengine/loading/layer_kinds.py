@@ -28,8 +28,8 @@ def layer_windows(
     if row.hybrid not in ("", "apart") and not rule:
         return ()
     if rule == "pattern":
-        known = (*ATTENTION_KINDS, CONV) if row.hybrid == "convs" else ATTENTION_KINDS
-        return _windows_by_pattern(settings, num_layers, where, known)
+        others = {"convs": (CONV,), "delta": (RECURRENT,)}.get(row.hybrid, ())
+        return _windows_by_pattern(settings, num_layers, where, (*ATTENTION_KINDS, *others))
     if not rule or (rule == "layer_types" and not settings.get("use_sliding_window")):
         window, first = None, num_layers
     else:
@@ -76,14 +76,18 @@ def _windows_by_pattern(
     return tuple(window if k == SLIDING else None for k in listed) if SLIDING in listed else ()
 
 
-def recurrent_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
+def recurrent_layers(
+    content: CheckedJson, num_layers: int, has_windows: bool = False
+) -> tuple[int, ...]:
     """The layers without attention: by `layer_types`; without it, all but every
-    `full_attention_interval`-th. Raises as `layers_of_kind`.
+    `full_attention_interval`-th. has_windows: whether others may have one. Raises as
+    `layers_of_kind`.
     """
     listed, interval = content.get("layer_types"), content.get("full_attention_interval")
     if listed is None and type(interval) is int and interval > 0:
         listed = [RECURRENT if (i + 1) % interval else FULL for i in range(num_layers)]
-    return layers_of_kind(content, "layer_types", listed, num_layers, RECURRENT)
+    others = (FULL, SLIDING) if has_windows else (FULL,)
+    return layers_of_kind(content, "layer_types", listed, num_layers, RECURRENT, others)
 
 
 def layers_of_kind(

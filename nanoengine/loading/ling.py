@@ -31,9 +31,6 @@ def with_lings_keys(content: CheckedJson) -> None:
         values["rope_parameters"] = {key: rope[key] for key in rope if key != _PART}
     if content.get("layer_types") is None:
         values["layer_types"] = _layer_types(content)
-    inner, shared = "moe_intermediate_size", "moe_shared_expert_intermediate_size"
-    if content.get(shared) not in (None, content.get(inner)):
-        _refuse(content, shared, f"it must be as {inner!r}, {shown(content.get(inner))}")
     for key in _LIMITS:
         limits = content.get(key) or []
         if not isinstance(limits, list) or any(limits):

@@ -24,6 +24,7 @@ from nanoengine.loading.experts_json import PACKED_EXPERTS, Listing, expert_part
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.fp8 import Fp8Reader, fp8_block
 from nanoengine.loading.kimi import kimi_parts
+from nanoengine.loading.lara import lara_parts
 from nanoengine.loading.lora import Change, changed, read_adapter
 from nanoengine.loading.mixers import mixer_parts
 from nanoengine.loading.model_config import read_model_config
@@ -200,12 +201,23 @@ def rename_tensors(config: ModelConfig, reader: Listing) -> None:
     """Give tensors the names of `weight_shapes`."""
     for usual, own in ARCHITECTURES[config.architecture].names.items():
         reader.rename({n.replace(own, usual): Part(n) for n in reader.names() if own in n})
+    reader.rename(_read_embeddings(config, reader))
     reader.rename(mtp_parts(config, reader.names()))
     reader.rename(mixer_parts(config, reader.names()))
     reader.rename(dict(short_conv_parts(config, reader.names())))
     reader.rename(dict(kimi_parts(config, reader.names())))
     reader.rename(dict(olmo_hybrid_parts(config, reader.names())))
+    reader.rename(dict(lara_parts(config, reader.names())))
     reader.rename(expert_parts(config, reader))
+
+
+def _read_embeddings(config: ModelConfig, reader: Listing) -> dict[str, Part]:
+    """Of Apertus 1.5, which embeds more tokens than have logits: those of the text's."""
+    name, size = ENDS[0], config.vocab_size
+    has_more = "vocab_size" in ARCHITECTURES[config.architecture].keys
+    if not has_more or name not in reader.names() or reader.shape(name)[0] <= size:
+        return {}
+    return {name: Part(name, rows=(0, size, 1))}
 
 
 def _as_tied(config: ModelConfig, folder: Path, dtype: torch.dtype) -> ModelConfig:

@@ -357,7 +357,7 @@ def _recurrent(
         return None
     keys, values = read_heads(content, "linear_num_key_heads", "linear_num_value_heads")
     rule = RecurrentConfig(
-        layers=recurrent_layers(content, num_layers),
+        layers=recurrent_layers(content, num_layers, bool(architecture.windows)),
         num_key_heads=keys,
         num_value_heads=values,
         key_dim=content.size("linear_key_head_dim", limit=MAX_STATE_DIM),

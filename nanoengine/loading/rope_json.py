@@ -134,6 +134,8 @@ def _read(
     kind = values.get("rope_type", values.get("type", "default"))
     if kind in ("su", "yarn") and "short_factor" in values:
         kind = "longrope"  # Phi-3's first checkpoints use the other names
+    if kind == "deepseek_yarn":  # Sarvam's
+        kind = "yarn"
     if kind == "mrope":  # Qwen2-VL's: positions of a token in a text are equal in all its sections
         kind = "default"
     if kind not in ROPE_KINDS or any(isinstance(value, dict) for value in values.values()):

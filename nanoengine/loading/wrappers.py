@@ -12,6 +12,7 @@ from typing import Any
 # `model_type` of its `text_config`, and the architecture that this is. Qwen2-VL's first checkpoints
 # have the text model's keys beside those for images, and one `model_type` for both.
 WRAPPERS: Mapping[str, Mapping[str, str]] = {
+    "Apertus1p5ForConditionalGeneration": {"apertus1p5_text": "ApertusForCausalLM"},
     "AyaVisionForConditionalGeneration": {
         "cohere": "CohereForCausalLM",
         "cohere2": "Cohere2ForCausalLM",

@@ -32,11 +32,13 @@ from nanoengine.models.mixtures import MIXTURES
 
 _DENSE = {  # with attention in all layers
     "ApertusForCausalLM": Architecture(
-        "Apertus (8B, 70B)",
+        "Apertus (8B, 70B), Apertus 1.5 (8B, 70B)",
         norms=NormNames(before_attention="attention_layernorm", before_mlp="feedforward_layernorm"),
         qk_norm="head",
         activation="xielu",
         is_gated=False,
+        # The tokens that have logits; the embeddings of the others are of images and sounds.
+        keys={"vocab_size": "output_vocab_size"},
         requires={
             "hidden_act": (None, "xielu"),
             "mlp_bias": (None, False),
@@ -111,6 +113,32 @@ _DENSE = {  # with attention in all layers
             "rms_norm_eps": 1e-5,
             "sliding_window": 4096,
             "sliding_window_pattern": 4,
+        },
+    ),
+    "ExaoneForCausalLM": Architecture(
+        "EXAONE 3, 3.5 and Deep (2.4B to 32B)",
+        keys={
+            "hidden_act": "activation_function",
+            "num_hidden_layers": "num_layers",
+            "rms_norm_eps": "layer_norm_epsilon",
+        },
+        names={
+            "model.embed_tokens.": "transformer.wte.",
+            "model.layers.": "transformer.h.",
+            "model.norm.": "transformer.ln_f.",
+            ".self_attn.": ".attn.attention.",
+            ".o_proj.": ".out_proj.",
+            ".input_layernorm.": ".ln_1.",
+            ".post_attention_layernorm.": ".ln_2.",
+            ".gate_proj.": ".c_fc_0.",
+            ".up_proj.": ".c_fc_1.",
+            ".down_proj.": ".c_proj.",
+        },
+        defaults={
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
         },
     ),
     "Gemma2ForCausalLM": Architecture(
@@ -517,6 +545,7 @@ _DENSE = {  # with attention in all layers
 ARCHITECTURES = dict(sorted((_DENSE | MIXTURES | LATENT_MIXTURES | HYBRIDS).items()))
 # How checkpoints at the hub spell classes that transformers calls otherwise.
 SPELLINGS = {
+    "Apertus1p5TextForCausalLM": "ApertusForCausalLM",
     "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
 }

@@ -99,4 +99,20 @@ LATENT_MIXTURES = {
             },
         },
     ),
+    "SarvamMLAForCausalLM": Architecture(
+        "Sarvam (105B-A10B)",
+        **(LATENT | {"mtp": ""}),
+        experts=SCORES_BY_SIGMOID,
+        keys={"n_shared_experts": "num_shared_experts"},
+        defaults=LATENT_DEFAULTS
+        | {
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
 }

@@ -5,8 +5,10 @@ models, in architectures.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 from nanoengine.models.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
-from nanoengine.models.architecture import Architecture, ExpertNames, NormNames
+from nanoengine.models.architecture import CHOICE_BIAS, Architecture, ExpertNames, NormNames
 from nanoengine.models.families import (
     CHOOSES_BY_SIGMOID,
     ERNIE,
@@ -18,6 +20,34 @@ from nanoengine.models.families import (
     OLMO,
     SCORES_BY_SIGMOID,
 )
+
+# Ling's experts, which Sarvam has, too, with attention to all keys in all layers.
+LING: dict[str, Any] = {
+    "fused": ("qkv",),
+    "out_bias": False,
+    "qk_norm": "head",
+    "experts": SCORES_BY_SIGMOID,
+    "mtp": "layer",
+    "keys": {"attention_bias": "use_qkv_bias", "n_shared_experts": "num_shared_experts"},
+    "names": {
+        "model.embed_tokens.": "model.word_embeddings.",
+        ".self_attn.": ".attention.",
+        ".qkv_proj.": ".query_key_value.",
+        ".o_proj.": ".dense.",
+        ".q_norm.": ".query_layernorm.",
+        ".k_norm.": ".key_layernorm.",
+        ".shared_head.norm.": ".final_layernorm.",
+        CHOICE_BIAS: "expert_bias",
+    },
+    "reads": ("partial_rotary_factor", "use_qk_norm"),
+    "requires": {
+        "hidden_act": (None, "silu"),
+        "moe_router_enable_expert_bias": (None, True),
+        "norm_head": (None, False),
+        "score_function": (None, "sigmoid"),
+        "use_bias": (None, False),
+    },
+}
 
 MIXTURES = {
     "AfmoeForCausalLM": Architecture(
@@ -65,6 +95,16 @@ MIXTURES = {
             "sliding_window": 1024,
             "sliding_window_pattern": 4,
         },
+    ),
+    "BailingMoeV2ForCausalLM": Architecture(
+        "Ling 2.0 and Ring 2.0 (mini 16B-A1.4B, flash 100B-A6B, 1T)",
+        **LING,
+        needs=(  # what its code has without them is not known here
+            *("first_k_dense_replace", "moe_intermediate_size", "n_group", "n_shared_experts"),
+            *("norm_topk_prob", "num_experts_per_tok", "num_key_value_heads"),
+            *("routed_scaling_factor", "topk_group"),
+        ),
+        defaults={"partial_rotary_factor": 0.5, "rope_theta": 6e5, "use_qk_norm": True},
     ),
     "Cohere2MoeForCausalLM": Architecture(
         "North Mini Code (30B-A3B), Command A+ (218B-A25B)",
@@ -469,6 +509,24 @@ MIXTURES = {
             "num_experts_per_tok": 8,
             "num_key_value_heads": 4,
             "moe_intermediate_size": 768,
+        },
+    ),
+    "SarvamMoEForCausalLM": Architecture(
+        "Sarvam (30B-A2.4B)",
+        **(LING | {"mtp": ""}),
+        defaults={
+            "first_k_dense_replace": 1,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "moe_intermediate_size": 1024,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_experts": 128,
+            "num_experts_per_tok": 6,
+            "num_key_value_heads": 4,
+            "rope_theta": 8e6,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
         },
     ),
     "SolarOpenForCausalLM": Architecture(

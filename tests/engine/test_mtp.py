@@ -57,7 +57,7 @@ MOST = 3
 IN_TWO_TIERS, LAYOUTS = in_two_tiers(7), layouts(7)
 MODELS = (
     *("qwen3.5", "qwen3.5-moe", "qwen3-next", "qwen3-next-moe"),
-    *("deepseek-v3", "glm4-moe-lite", "glm4-moe", "ling"),
+    *("deepseek-v3", "glm4-moe-lite", "glm4-moe", "ling", "ling-2"),
 )
 SPLIT = ("qwen3-next-moe", "glm4-moe")  # with a tensor for each expert
 CHUNKS = {"max_num_batched_tokens": 9, "max_num_seqs": 3}

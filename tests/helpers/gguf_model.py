@@ -65,6 +65,7 @@ ARCHITECTURES = {
     "AfmoeForCausalLM": "afmoe",
     "ApertusForCausalLM": "apertus",
     "ArceeForCausalLM": "arcee",
+    "BailingMoeV2ForCausalLM": "bailingmoe2",
     "BailingMoeV3ForCausalLM": LING,
     "Cohere2ForCausalLM": "cohere2",
     "Cohere2MoeForCausalLM": "cohere2moe",
@@ -75,6 +76,7 @@ ARCHITECTURES = {
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
     "Exaone4ForCausalLM": "exaone4",
+    "ExaoneForCausalLM": "exaone",
     "ExaoneMoeForCausalLM": "exaone-moe",
     "FalconH1ForCausalLM": FALCON,
     "GemmaForCausalLM": "gemma",
@@ -394,6 +396,10 @@ class GGUFModel:
             of_experts[f"{arch}.expert_feed_forward_length"] = config["intermediate_size"]
         if arch == "minimax-m2":
             of_experts["minimax-m2.expert_gating_func"] = 2
+        if arch == "bailingmoe2":
+            of_experts["bailingmoe2.expert_shared_feed_forward_length"] = config[
+                "moe_intermediate_size"
+            ]
         if "n_shared_experts" in config:
             by_softmax = config["architectures"] == ["DeepseekV2ForCausalLM"]
             of_experts |= {

@@ -82,7 +82,7 @@ def stored(
     as_layer: by DeepSeek's names, whatever the model is.
     """
     is_qwen = model.config.model_type.startswith("qwen") and not as_layer
-    is_ling = model.config.model_type == "bailing_hybrid"
+    is_ling = model.config.model_type in ("bailing_hybrid", "sarvam_moe")
     layer = f"model.layers.{model.config.num_hidden_layers}."
     found: dict[str, Tensor] = {}
     for name, tensor in _with_experts(head, splits_experts):
@@ -94,10 +94,33 @@ def stored(
             found[f"{layer}{other}.{part}"] = tensor
         else:
             found[layer + name.removeprefix("layers.0.")] = tensor
+    if model.config.model_type == "sarvam_moe":
+        found = {_of_ling_2(name): tensor for name, tensor in _qkv_together(found)}
     if not is_qwen and not is_ling:
         found[f"{layer}embed_tokens.weight"] = model.model.embed_tokens.weight.clone()
         found[f"{layer}shared_head.head.weight"] = model.lm_head.weight.clone()
     return found
+
+
+def _qkv_together(found: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    made = []
+    for name, tensor in found.items():
+        if ".q_proj." in name:
+            parts = (found[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv")
+            made.append((name.replace(".q_proj.", ".query_key_value."), torch.cat((*parts,))))
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            made.append((name, tensor))
+    return made
+
+
+def _of_ling_2(name: str) -> str:
+    for usual, own in (
+        *((".self_attn.", ".attention."), (".o_proj.", ".dense.")),
+        *((".q_norm.", ".query_layernorm."), (".k_norm.", ".key_layernorm.")),
+        ("e_score_correction_bias", "expert_bias"),
+    ):
+        name = name.replace(usual, own)
+    return name
 
 
 def _with_experts(head: Head, splits: bool) -> list[tuple[str, Tensor]]:

@@ -66,6 +66,7 @@ KNOWN: list[tuple[set[str] | None, str, str, str]] = [
     (None, "null", "moe_renormalize", "the same"),
     ({"olmo-hybrid"}, "null", ROPE, "no layer turns, as its makers write it"),
     *(({"mistral4"}, how, ROPE, OF_SCORES) for how in WAYS),
+    *(({"ling-2"}, how, ROPE, "Sarvam's defaults are not Ling's") for how in WAYS[1:]),
     *(({"minicpm"}, how, key, "each computes its own factors") for how in WAYS for key in FACTORS),
 ]
 

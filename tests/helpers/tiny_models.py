@@ -110,6 +110,49 @@ TINY: dict[str, TinyModel] = {
         },
         seed=140,
     ),
+    # Llama by other names.
+    "exaone": TinyModel("exaone", {"rms_norm_eps": 0.02}, seed=150, hub_class="ExaoneForCausalLM"),
+    # One tensor for q, k and v, half of a head turns, experts in groups behind a dense layer.
+    "ling-2": TinyModel(
+        "sarvam_moe",
+        {
+            "attention_bias": True,
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "rms_norm_eps": 0.02,
+        },
+        seed=151,
+        hub_class="BailingMoeV2ForCausalLM",
+    ),
+    "sarvam": TinyModel(
+        "sarvam_moe",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": False,
+            "use_qk_norm": False,
+            "first_k_dense_replace": 2,
+        },
+        seed=152,
+        hub_class="SarvamMoEForCausalLM",
+    ),
+    "sarvam-latent": TinyModel(
+        "sarvam_mla",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+            "first_k_dense_replace": 1,
+        },
+        seed=153,
+        hub_class="SarvamMLAForCausalLM",
+    ),
     # The text model of one for images: the layer that sees all keys does not turn.
     "muse-glimmer": TinyModel(
         "muse_glimmer",
@@ -642,6 +685,23 @@ TINY: dict[str, TinyModel] = {
         "qwen3_next",
         HYBRID | HYBRID_EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": False},
         seed=18,
+    ),
+    # Layers that see all keys do not turn, those with a window do, and others are recurrent.
+    "lara": TinyModel(
+        "lara_mini",
+        HYBRID
+        | HYBRID_EXPERTS
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": [
+                *("linear_attention", "sliding_attention"),
+                *("linear_attention", "full_attention"),
+            ],
+            "linear_value_head_dim": 20,
+            "sliding_window": 13,
+            "rms_norm_eps": 0.02,
+        },
+        seed=154,
     ),
     # Mixers with and without a feed-forward behind them; heads of odd sizes.
     "nemotron-h": TinyModel(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tiny_model import COMMON, HYBRID, HYBRID_EXPERTS, TinyModel
 from tiny_models import TINY
 
+APERTUS_1_5 = {"model_type": "apertus1p5_text", "vocab_size": 280, "output_vocab_size": 260}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -37,6 +38,27 @@ QWEN_TEXT = COMMON | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}
 }
 WRAPPED = {
+    "Apertus1p5ForConditionalGeneration": TinyModel(
+        "apertus1p5",
+        {
+            "text_config": COMMON | APERTUS_1_5,
+            "vision_config": {
+                "codebook_size": 8,
+                "embed_dim": 8,
+                "latent_channels": 8,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1],
+                "num_res_blocks": 1,
+                "attn_resolutions": [],
+                "resolution": 28,
+            },
+            "audio_config": {"model_type": "wavtokenizer_encoder", "codebook_size": 8},
+            "image_token_id": 262,
+            "audio_token_id": 263,
+            "image_token_offset": 264,
+            "audio_token_offset": 272,
+        },
+    ),
     "AyaVisionForConditionalGeneration": TinyModel(
         "aya_vision",
         {

@@ -45,7 +45,7 @@ NAMES += ("granite-hybrid", "granite-hybrid-dense", "hunyuan", "hunyuan-moe", "l
 NAMES += ("kimi-linear", "ministral3", "nemotron-h", "seed-oss", "apertus", "arcee")
 NAMES += ("cohere", "cohere2", "dots1", "falcon-h1", "granite-moe-shared", "minimax-m2")
 NAMES += ("gemma", "gemma2", "olmo2", "olmo3", "exaone-moe", "solar-open", "youtu")
-NAMES += ("cohere2-moe", "cohere2-moe-shared", "ling", "mellum", "muse-glimmer")
+NAMES += ("cohere2-moe", "cohere2-moe-shared", "ling", "mellum", "muse-glimmer", "exaone", "ling-2")
 NAMES += ("afmoe", "jais2", "minicpm", "laguna", "nemotron", "stablelm", "starcoder2")
 BY_DEFAULT = (
     *NAMES[:2],

@@ -28,6 +28,7 @@ from nanoengine.loading.wrappers import TEXT_DEFAULTS, WRAPPERS
 
 QWEN_2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 PARTS = {
+    "Apertus1p5ForConditionalGeneration": "audio_tokenizer, vision_tokenizer",
     "Exaone4_5_ForConditionalGeneration": "visual",
     "Gemma4ForConditionalGeneration": "embed_vision, vision_tower",
     "Glm46VForConditionalGeneration": "visual",

@@ -11,7 +11,7 @@ from nanoengine.loading.gguf.metadata import Metadata
 QWEN_EXPERTS = ("mellum", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe")
 NONE_SHARED = ("mellum", "qwen3moe", "qwen3vlmoe")  # of these
 SCALED_EXPERTS = (
-    *("afmoe", "bailingmoe3", "deepseek2", "dots1", "exaone-moe"),
+    *("afmoe", "bailingmoe2", "bailingmoe3", "deepseek2", "dots1", "exaone-moe"),
     *("glm4moe", "kimi-linear", "laguna", "nemotron_h_moe"),
 )
 WITH_EXPERTS = (
@@ -137,7 +137,7 @@ def _deepseek_settings(
     elif not of_glm:
         of_kind = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     return of_kind | {
-        "attention_bias": "blk.0.attn_q.bias" in stored,
+        "attention_bias": any(f"blk.0.attn_{part}.bias" in stored for part in ("q", "qkv")),
         "first_k_dense_replace": len(dense),
         "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
         "n_group": metadata.number("expert_group_count", 1),

@@ -16,6 +16,7 @@ from nanoengine.errors import CorruptModelError
 from nanoengine.loading.gguf.families import KIMIS
 from nanoengine.loading.gguf.metadata import Metadata
 
+TOGETHER = ("bailingmoe2", "phi3")
 _FUSED = re.compile(r"blk\.(0|[1-9]\d{0,4})\.attn_qkv\.(weight|bias)")
 
 
@@ -34,10 +35,11 @@ class _Rows:
 def qkv_apart(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors by name, those of queries, keys and values each by its own.
 
-    At Hugging Face Phi-3 has them together, too, and Qwen's recurrent layers have other things
-    under this name: these stay. Raises CorruptModelError where one of the three would have no rows.
+    At Hugging Face Phi-3 and Ling 2 have them together, too, and Qwen's recurrent layers have other
+    things under this name: these stay. Raises CorruptModelError where one of the three would have
+    no rows.
     """
-    if metadata.architecture == "phi3":
+    if metadata.architecture in TOGETHER:
         return dict(stored)
     apart: dict[str, Any] = {}
     for name, tensor in stored.items():

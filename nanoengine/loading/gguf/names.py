@@ -115,6 +115,8 @@ _NAMES = {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
     },
+    "bailingmoe2": _LAYER_NAMES
+    | {"attn_qkv": "self_attn.qkv_proj", "layer_output_norm": MTP_NORMS[2]},
     "bailingmoe3": _LING_NAMES,
     "deepseek2": _LATENT_NAMES,
     "apertus": _LAYER_NAMES

@@ -47,6 +47,7 @@ ARCHITECTURES = {
     "afmoe": "AfmoeForCausalLM",
     "apertus": "ApertusForCausalLM",
     "arcee": "ArceeForCausalLM",
+    "bailingmoe2": "BailingMoeV2ForCausalLM",
     "bailingmoe3": "BailingMoeV3ForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
     "cohere2moe": "Cohere2MoeForCausalLM",
@@ -55,6 +56,7 @@ ARCHITECTURES = {
     "dots1": "Dots1ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
+    "exaone": "ExaoneForCausalLM",
     "exaone-moe": "ExaoneMoeForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "falcon-h1": "FalconH1ForCausalLM",
@@ -109,6 +111,7 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "afmoe": {"mup_enabled": True},
     "apertus": {"hidden_act": "xielu"},
     "arcee": {"hidden_act": "relu2"},
+    "bailingmoe2": {"model_type": "sarvam_moe"},
     "bailingmoe3": {"model_type": "bailing_hybrid"},
     "cohere2moe": {"model_type": "cohere2_moe"},
     "command-r": {"model_type": "cohere"},
@@ -144,7 +147,17 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
 ROTATE_IN_WINDOWS = ("afmoe", "exaone-moe", "exaone4")
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 MAY_TURN_A_PART = (
-    *("glm4", "glm4moe", "laguna", "minimax-m2", "nemotron", "phi3", "stablelm", *HYBRIDS),
+    *(
+        "bailingmoe2",
+        "glm4",
+        "glm4moe",
+        "laguna",
+        "minimax-m2",
+        "nemotron",
+        "phi3",
+        "stablelm",
+        *HYBRIDS,
+    ),
 )
 WITH_WINDOWS = (
     *("cohere2", *ROTATE_IN_WINDOWS, "gemma2", "gemma3", "gemma4", "gpt-oss", "llama", "olmo2"),
