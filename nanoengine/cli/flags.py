@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import Field, fields
 from typing import Any
 
+from nanoengine.cli.numbers import whole_number
 from nanoengine.cli.usage import UsageError
 from nanoengine.config.engine import CHOICES, NAMES, EngineConfig, make_config
 from nanoengine.errors import ConfigError, InvalidParamsError, OutOfMemoryError, near_name, shown
@@ -147,9 +148,9 @@ def add_flag(target: Any, field: Field[Any], text: str) -> None:
     target.add_argument(f"--{field.name.replace('_', '-')}", help=text, **options)
 
 
-def _type_of(kind: str) -> type[int] | type[float] | type[str]:
+def _type_of(kind: str) -> Callable[[str], Any]:
     found = kind.partition(" ")[0]
-    return int if found == "int" else float if found == "float" else str
+    return whole_number if found == "int" else float if found == "float" else str
 
 
 def _default(field: Field[Any]) -> str:
@@ -248,13 +249,13 @@ def read_settings(path: str) -> dict[str, Any]:
 
 def _from_yaml(value: Any, name: str, kind: str) -> Any:
     """The value as its field's type, where YAML 1.1 reads another: a bare `off` is False, and 1e-2,
-    without a point, is text.
+    without a point, is text, as is 32K.
     """
     if value is False and name == "speculative":
         return "off"
-    if isinstance(value, str) and kind.startswith("float"):
+    if isinstance(value, str) and kind.startswith(("int", "float")):
         with suppress(ValueError):
-            return float(value)
+            return _type_of(kind)(value)
     return value
 
 

@@ -73,6 +73,24 @@ def test_flags_give_values_of_the_fields_types() -> None:
     assert settings() == {}
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("32K", 32768), ("32k", 32000), ("0.5K", 512), ("25.6k", 25600), ("1M", 1 << 20), ("2m", 2e6)],
+)
+def test_integers_may_have_units_as_in_vllm(tmp_path: Path, text: str, value: int) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"max_model_len: {text}")
+    expected = {"max_model_len": value}
+    assert settings("--max-model-len", text) == expected
+    assert settings(NANOENGINE_MAX_MODEL_LEN=text) == settings("--config", str(path)) == expected
+
+
+@pytest.mark.parametrize("text", ["0.3K", "K", "1.5", "1KK", "1 K", "-1K", "1e3", ""])
+def test_other_numbers_are_no_integers(text: str) -> None:
+    with pytest.raises(UsageError, match="NANOENGINE_MAX_MODEL_LEN must be an integer, got"):
+        settings(NANOENGINE_MAX_MODEL_LEN=text)
+
+
 def test_every_setting_can_come_from_the_environment() -> None:
     for name, field in FIELDS.items():
         kind = str(field.type).partition(" ")[0]

@@ -110,7 +110,10 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "m", "two", "words"], "unexpected argument 'words'; put a prompt of several"),
         (["--versio"], "unknown flag '--versio'; did you mean --version? (see nanoengine --help)"),
         (["run"], "the following arguments are required: MODEL"),
-        (["run", "m", "p", "--ring-slots", "x"], "argument --ring-slots: invalid int value: 'x'"),
+        (
+            ["run", "m", "p", "--ring-slots", "x"],
+            "argument --ring-slots: must be an integer, or one as in 32K, got 'x'",
+        ),
         (["run", "m", "p", "--ring-slots", "1"], "ring_slots must be an integer of at least 2"),
         (["run", "m", "p", "--top-p", "7"], "top_p must be between 0 and 1, got 7"),
         (["run", "m", "p", "--chat", "--raw"], "not allowed with argument --chat"),
