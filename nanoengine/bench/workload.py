@@ -9,13 +9,18 @@ import argparse
 import math
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 
 from nanoengine.errors import MAX_COUNT, ConfigError, shown
+from nanoengine.text.numbers import whole_number
 
 
 def count(text: str) -> int:
     """The type of a flag that is a count, from 1."""
-    number = int(text) if text.isascii() and text.isdecimal() else 0
+    number = 0
+    if text.isascii() and not set(text) & set("_+- "):
+        with suppress(ValueError):
+            number = whole_number(text)
     if not 1 <= number <= MAX_COUNT:
         limit = f"from 1 to {MAX_COUNT}"
         raise argparse.ArgumentTypeError(f"must be an integer {limit}, got {shown(text)}")

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import Field, fields
 from typing import Any
 
-from nanoengine.cli.numbers import whole_number
 from nanoengine.cli.usage import UsageError
 from nanoengine.config.engine import CHOICES, NAMES, EngineConfig, make_config
 from nanoengine.errors import ConfigError, InvalidParamsError, OutOfMemoryError, near_name, shown
 from nanoengine.loading.generation_config import SAMPLING_KEYS
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.known_names import SETTING, unknown_name
+from nanoengine.text.numbers import whole_number
 
 PREFIX = "NANOENGINE_"
 OTHER_VARIABLES = ("log_level", "traceback", "cache_gib", "api_key")  # that are no settings
