@@ -169,9 +169,9 @@ class AsyncLLM:
         """What LLM.block_map gives, between two steps."""
         return await self.call(LLM.block_map)
 
-    async def reset_prefix_cache(self) -> None:
-        """Drop all cached KV that no running request uses."""
-        await self.call(LLM.reset_prefix_cache)
+    async def reset_prefix_cache(self) -> bool:
+        """What LLM.reset_prefix_cache does, between two steps."""
+        return await self.call(LLM.reset_prefix_cache)
 
     async def check_health(self) -> None:
         """Raise EngineClosedError if the engine failed or was closed; does not wait for a step."""

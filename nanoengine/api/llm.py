@@ -308,10 +308,11 @@ class LLM:
         """
         return self.llm_engine.inputs.model_sampling_params()
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all cached KV that no running request uses."""
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV; requests that run keep theirs. True, as in vLLM: it never fails."""
         with Turn(self._turns):
             self.llm_engine.kv.reset_prefix_cache()
+        return True
 
     def close(self) -> None:
         """Free weights and KV; closing twice is fine. A call under way in another thread ends after

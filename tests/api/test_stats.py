@@ -67,7 +67,7 @@ def test_both_tiers(tiny: Callable[[str], Path], mode: str) -> None:
         assert f"KV offload   0 of {hit.host.num_blocks} blocks" in text
         assert f"{hit.d2h_bytes / 1e6:.1f} MB back" in text
         assert f"{hit.num_cached_tokens} of 160 prompt tokens were found" in text
-        llm.reset_prefix_cache()
+        assert llm.reset_prefix_cache()
         assert llm.stats().device.num_free == 6
 
 
