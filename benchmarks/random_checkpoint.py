@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 LAYERS = 4
 # model_type of transformers and what its configuration is told. Qwen3.6-27B: 64 layers, 248320
 # tokens; Qwen3-30B-A3B: 48 layers, 151936; Qwen3.5-2B: 24, 248320; Granite 4.0 H Tiny: 40, 100352;
-# LFM2-1.2B: 16, 65536; Laguna XS: 40, 100352, the first of which has no experts.
+# LFM2-1.2B: 16, 65536; Laguna XS: 40, 100352, and Ling mini 2.0: 20, 157184, the first layers of
+# which have no experts.
 QWEN_27B: dict[str, Any] = {
     "hidden_size": 5120,
     "intermediate_size": 17408,
@@ -130,6 +131,25 @@ LAGUNA_XS: dict[str, Any] = {
     },
     "vocab_size": 100352 // 10,
 }
+LING_MINI_2: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "moe_intermediate_size": 512,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 0,
+    "use_qk_norm": True,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 6e5, "partial_rotary_factor": 0.5},
+    "vocab_size": 157184 // 5,
+}
 COMMON = {
     "num_hidden_layers": LAYERS,
     "tie_word_embeddings": False,
@@ -145,7 +165,10 @@ SHAPES = {
     "granite-h-tiny": ("granitemoehybrid", GRANITE_H_TINY),
     "lfm2-1.2b": ("lfm2", LFM2_1B),
     "laguna-xs": ("laguna", LAGUNA_XS),
+    "ling-mini-2": ("sarvam_moe", LING_MINI_2),
 }
+# Of published models, where transformers' class is another one's.
+CLASSES = {"ling-mini-2": "BailingMoeV2ForCausalLM"}
 # What llama.cpp keeps in float32: small, and multiplied by nothing or by a router's rows.
 IN_FLOAT32 = ("conv.conv", "conv1d", "norm", "ffn_gate_inp", "ssm_a", "ssm_beta", "ssm_d")
 
@@ -160,6 +183,10 @@ def write(name: str, folder: Path) -> int:
     make: Any = AutoModelForCausalLM.from_config
     model = make(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    if name in CLASSES:
+        path = folder / "config.json"
+        content = json.loads(path.read_text()) | {"architectures": [CLASSES[name]]}
+        path.write_text(json.dumps(content))
     return int(model.num_parameters())
 
 
