@@ -215,7 +215,7 @@ def _read_embeddings(config: ModelConfig, reader: Listing) -> dict[str, Part]:
     """Of Apertus 1.5, which embeds more tokens than have logits: those of the text's."""
     name, size = ENDS[0], config.vocab_size
     has_more = "vocab_size" in ARCHITECTURES[config.architecture].keys
-    if not has_more or name not in reader.names() or reader.shape(name)[0] <= size:
+    if not has_more or name not in reader.names() or reader.shape(name)[:1] <= (size,):
         return {}
     return {name: Part(name, rows=(0, size, 1))}
 

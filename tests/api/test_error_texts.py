@@ -239,9 +239,9 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     "28 answer that has begun": (
         lambda b: b.llm.chat(
             [{"role": "user", "content": "a"}],
-            continue_final_message=True,  # type: ignore[call-arg]
+            continue_final_message=True,
         ),
-        ("llm.get_tokenizer().apply_chat_template(messages)", "add_special_tokens=False"),
+        ("add_generation_prompt that is false", "goes on with the last one"),
     ),
     "28 several GPUs": (
         lambda b: b.loaded(pipeline_parallel_size=2),
