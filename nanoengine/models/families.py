@@ -146,6 +146,13 @@ SCORES_BY_SIGMOID = ExpertNames(
 )
 # transformers reads neither key; the code that came with DeepSeek-V3 and vLLM do.
 CHOOSES_BY_SIGMOID = {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")}
+# What Ling calls tensors, of all of its versions.
+LING_NAMES = {
+    "model.embed_tokens.": "model.word_embeddings.",
+    ".self_attn.": ".attention.",
+    ".o_proj.": ".dense.",
+    ".shared_head.norm.": ".final_layernorm.",
+}
 LATENT_REQUIRES = {
     "hidden_act": (None, "silu"),
     "attention_bias": (None, False),

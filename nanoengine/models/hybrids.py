@@ -13,6 +13,7 @@ from nanoengine.models.families import (
     GRANITE_MULTIPLIERS,
     LATENT_DEFAULTS,
     LATENT_REQUIRES,
+    LING_NAMES,
     OLMO,
     OUT_IS_TILED,
     SCORES_BY_SIGMOID,
@@ -87,12 +88,7 @@ LING = Architecture(
         "value_norm": (None, False),
     },
     keys=KIMI_KEYS,
-    names={
-        "model.embed_tokens.": "model.word_embeddings.",
-        ".self_attn.": ".attention.",
-        ".o_proj.": ".dense.",
-        ".shared_head.norm.": ".final_layernorm.",
-    },
+    names=LING_NAMES,
     defaults=LATENT_DEFAULTS
     | {
         "first_k_dense_replace": 2,

@@ -17,6 +17,7 @@ from nanoengine.models.families import (
     GRANITE_MULTIPLIERS,
     GRANITE_SWA,
     HUNYUAN,
+    LING_NAMES,
     OLMO,
     SCORES_BY_SIGMOID,
 )
@@ -29,14 +30,11 @@ LING: dict[str, Any] = {
     "experts": SCORES_BY_SIGMOID,
     "mtp": "layer",
     "keys": {"attention_bias": "use_qkv_bias", "n_shared_experts": "num_shared_experts"},
-    "names": {
-        "model.embed_tokens.": "model.word_embeddings.",
-        ".self_attn.": ".attention.",
+    "names": LING_NAMES
+    | {
         ".qkv_proj.": ".query_key_value.",
-        ".o_proj.": ".dense.",
         ".q_norm.": ".query_layernorm.",
         ".k_norm.": ".key_layernorm.",
-        ".shared_head.norm.": ".final_layernorm.",
         CHOICE_BIAS: "expert_bias",
     },
     "reads": ("partial_rotary_factor", "use_qk_norm"),

@@ -43,8 +43,7 @@ NAMES = {
     *(*PARAMS, *COMMON, *OWN[CHAT], *OWN[COMPLETIONS], "max_output_tokens", "text", TEXT_FORMAT),
     "reasoning",
     *("include", "instructions", "metadata", "user"),
-    *("continue_final_message", "add_generation_prompt"),
-    *("add_special_tokens", "return_token_strs"),
+    "return_token_strs",
 }
 TOKENS_OF = ("prompt", "messages", "tokens")  # keys of /tokenize and /detokenize
 

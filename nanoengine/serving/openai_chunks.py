@@ -89,7 +89,7 @@ class ChatChunks(_Chunks):
         self._hides_thoughts = parsers.reasoning is not None and not request.shows_reasoning
         self._token_bytes = token_bytes
         self._parsers = parsers
-        self._prompt = RequestOutput(-1, "", [], [])
+        self._asked = RequestOutput(-1, "", [], [])
         # By the number of the choice.
         self._begun: dict[int, tuple[AnswerParser, ContentLogprobs]] = {}
         self._calling: set[int] = set()  # choices that have called a tool
@@ -117,7 +117,7 @@ class ChatChunks(_Chunks):
 
     def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
         """No chunks: a choice begins with its first delta."""
-        self._prompt = output
+        self._asked = output
         return super().begin(output, prompt_index)
 
     def _usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
@@ -162,10 +162,10 @@ class ChatChunks(_Chunks):
     def _first(self, index: int) -> Event:
         """The chunk that a choice begins with; that of the answer has the prompt's ids."""
         is_first = not self._begun
-        self._begun[index] = self._readers(self._prompt.prompt or "")
+        self._begun[index] = self._readers(self._asked.prompt or "")
         new = {"delta": {"role": "assistant", "content": ""}} | self._ids(())
         name, chunk = self._chunk(_choice(index, new, None))
-        ids = self._ids(self._prompt.prompt_token_ids, PROMPT_IDS) if is_first else {}
+        ids = self._ids(self._asked.prompt_token_ids, PROMPT_IDS) if is_first else {}
         return name, chunk | ids
 
     def _logprobs(
