@@ -147,17 +147,8 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
 ROTATE_IN_WINDOWS = ("afmoe", "exaone-moe", "exaone4")
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 MAY_TURN_A_PART = (
-    *(
-        "bailingmoe2",
-        "glm4",
-        "glm4moe",
-        "laguna",
-        "minimax-m2",
-        "nemotron",
-        "phi3",
-        "stablelm",
-        *HYBRIDS,
-    ),
+    *("bailingmoe2", "glm4", "glm4moe", "laguna", "minimax-m2"),
+    *("nemotron", "phi3", "stablelm", *HYBRIDS),
 )
 WITH_WINDOWS = (
     *("cohere2", *ROTATE_IN_WINDOWS, "gemma2", "gemma3", "gemma4", "gpt-oss", "llama", "olmo2"),
