@@ -48,12 +48,11 @@ def plan(args: argparse.Namespace) -> int:
         )
     # torch, which the arithmetic names dtypes with, takes a second to import.
     with ended_by_ctrl_c():
-        from nanoengine.loading.assistant import read_assistant_of
         from nanoengine.loading.find_model import check_format, is_gguf, read_config_of
         from nanoengine.loading.lora import read_adapter
         from nanoengine.loading.mtp_names import check_has_mtp, with_mtp
         from nanoengine.loading.stored_weights import read_stored
-        from nanoengine.startup.forecast import Forecaster
+        from nanoengine.startup.forecast import Forecaster, read_guesser
 
     found = "gguf" if is_gguf(config.model) else "safetensors"
     check_format(config.model, config.load_format, found)
@@ -71,8 +70,7 @@ def plan(args: argparse.Namespace) -> int:
     check_has_mtp(model, stored.forms, config.model)
     if config.lora is not None:
         stored = replace(stored, forms=read_adapter(config.lora).forms(stored.forms))
-    assistant = read_assistant_of(config, model)
-    planner = Forecaster(config, model, machine.hardware, stored, assistant)
+    planner = Forecaster(config, model, machine.hardware, stored, read_guesser(config, model))
     made = planner.forecast(args.context)
     if args.json:
         print(json.dumps(_row(args, made, machine), indent=2))

@@ -34,7 +34,7 @@ MAX_GUESSES = 64
 # Rows whose logits any step has room for: what two texts whose forms leave one way to go on guess
 # in a step, and as many tokens of prompts as are scored at once.
 LEAST_SAMPLED = 32
-WITH_DRAFT_MODEL = "mtp:4"
+WITH_DRAFT_MODEL = "draft:4"
 AUTO_SPECULATIVE, DEFAULT_SPECULATIVE = "ngram:8+resident:8", "resident:8"
 MAX_THREADS = 1024
 MAX_RANKS = 64
@@ -144,16 +144,16 @@ class EngineConfig:
     speculative: guesses tokens and checks them in one forward pass; the output does not change.
     "off": one token a step. "ngram:K": up to K tokens per step and request, by prompt lookup.
     "resident:K": up to K for requests whose KV is streamed, or has half the bytes of the weights,
-    by decode steps over a part of the KV on the device; fewer where they do not pay. "mtp:K": up to
-    K by the MTP head (multi-token prediction), if it has one, or by draft_model; fewer where they
-    do not pay. "ngram:K+resident:K", "ngram:K+mtp:K": lookup first. "auto": lookup and drafts over
-    the KV on the device with K = 8. None: "resident:8" if KV is streamed and the plan says "the
-    same bits in any batch", as on a CPU in bfloat16; all requests of a step then have no more
-    guesses than max_num_seqs or 32, whichever is more; else "off".
+    by decode steps over a part of the KV on the device; "mtp:K": by the model's MTP head
+    (multi-token prediction); "draft:K": by draft_model; all fewer where they do not pay.
+    "ngram:K+resident:K", "ngram:K+mtp:K", "ngram:K+draft:K": lookup first. "auto": lookup and
+    drafts over the KV on the device with K = 8. None: "resident:8" if KV is streamed and the plan
+    says "the same bits in any batch", as on a CPU in bfloat16; all requests of a step then have no
+    more guesses than max_num_seqs or 32, whichever is more; else "off".
     lora: a LoRA adapter of the model, as peft saves it: a folder or a hub id. It is added to
     weights as they are loaded; those of them that are codes become numbers.
-    draft_model: the assistant of a Gemma 4, as `model`: a small model that guesses tokens for it.
-    speculative is "mtp:4" then, if it is not given.
+    draft_model: a small model that guesses tokens for this one, as `model`: one with the same
+    vocabulary, or the assistant of a Gemma 4. speculative is "draft:4" then, if it is not given.
     generation_config: default sampling parameters of requests. "auto": those of the model's
     generation_config.json; None or "vllm": SamplingParams().
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
@@ -223,9 +223,9 @@ class EngineConfig:
         self._check_offload()
         if not (self._guessers or is_one_of(self.speculative, ("off",))):
             raise ConfigError(
-                'speculative must be "auto", "off", "ngram:K", "resident:K", "mtp:K", '
-                f'"ngram:K+resident:K" or "ngram:K+mtp:K" with K from 1 to {MAX_GUESSES}, got '
-                f"{shown(self.speculative)}"
+                'speculative must be "auto", "off", "ngram:K", "resident:K", "mtp:K", "draft:K", '
+                '"ngram:K+resident:K", "ngram:K+mtp:K" or "ngram:K+draft:K" with K from 1 to '
+                f"{MAX_GUESSES}, got {shown(self.speculative)}"
             )
 
     @property
@@ -250,8 +250,9 @@ class EngineConfig:
 
     @property
     def num_assisted(self) -> int:
-        """The same by the model that `draft_model` names."""
-        return self._guessers.get("mtp", 0) if self.draft_model else 0
+        """The same by the model that `draft_model` names; makers of assistants call that MTP."""
+        guessers = self._guessers
+        return guessers.get("draft", guessers.get("mtp", 0)) if self.draft_model else 0
 
     @property
     def most_drafts(self) -> int:
@@ -338,13 +339,18 @@ class EngineConfig:
     def _check_draft_model(self) -> None:
         """One alone asks for as many guesses as its publishers advise."""
         if self.draft_model is None:
+            if "draft" in self._guessers:
+                raise ConfigError(
+                    f"speculative={shown(self.speculative)} guesses by another model: name it as "
+                    "draft_model, a smaller one of the same family"
+                )
             return
         self._set("draft_model", path_text("draft_model", self.draft_model))
         if self.speculative is None:
             self._set("speculative", WITH_DRAFT_MODEL)
         if self.num_drafts or not (self.num_assisted or self.speculative == "off"):
             raise ConfigError(
-                f'a draft_model guesses with speculative="mtp:K" or "ngram:K+mtp:K", and it is '
+                f'a draft_model guesses with speculative="draft:K" or "ngram:K+draft:K", and it is '
                 f"{shown(self.speculative)}; leave one of them out"
             )
         if self.num_assisted and self.tensor_parallel_size != 1:
@@ -461,7 +467,7 @@ def guessers_of(speculative: str | None) -> Mapping[str, int]:
     named = {None: DEFAULT_SPECULATIVE, "auto": AUTO_SPECULATIVE}
     spelled = named.get(speculative, speculative or "")
     found = re.fullmatch(
-        r"(?:(ngram):(\d{1,3}))?(?:(?:^|(?<=\d)\+)(resident|mtp):(\d{1,3}))?", spelled
+        r"(?:(ngram):(\d{1,3}))?(?:(?:^|(?<=\d)\+)(resident|mtp|draft):(\d{1,3}))?", spelled
     )
     parts = found.groups() if found else ()
     counts = {name: int(k) for name, k in zip(parts[::2], parts[1::2], strict=True) if name}

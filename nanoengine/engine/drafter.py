@@ -1,4 +1,5 @@
-"""Drafter: guesses by decode steps of the model itself over the part of the KV on the device.
+"""Drafter: guesses by decode steps of the model itself over the part of the KV on the device, or of
+a draft model.
 
 No byte crosses the link for a draft: tokens go from step to step on the device. What a draft writes
 is overwritten by the step that checks it.
@@ -21,6 +22,7 @@ from nanoengine.engine.step_inputs import SequenceRows, forward_context
 from nanoengine.engine.token_masks import masked
 from nanoengine.kv.open_step import DraftStep
 from nanoengine.models.decoder import Model
+from nanoengine.models.draft_model import DraftModel
 from nanoengine.sequence import ScheduledBatch, Sequence
 
 NOT_DRAFTED = 0  # the guess where no draft was made; it is checked like all guesses
@@ -96,7 +98,7 @@ class Drafter:
     tokens after them. Penalties and bad words do not count earlier drafts of the same step.
     """
 
-    model: Model
+    model: Model | DraftModel
     attention: AttentionBackend
     sampler: Sampler
     vocabulary: DraftVocabulary

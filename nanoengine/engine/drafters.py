@@ -1,4 +1,4 @@
-"""Chooses who drafts: the model itself, its MTP head, or an assistant."""
+"""Chooses who drafts: the model itself, its MTP head, an assistant, or a draft model."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def make_drafter(parts: Parts, sampler: Sampler, device: Device) -> AnyDrafter:
     if (assistant := parts.model.assistant) is not None:
         vocabulary = DraftVocabulary(assistant.num_runs, device)
         return AssistantDrafter(assistant, attention, own, vocabulary, device)
+    if (draft := parts.model.draft) is not None:
+        return Drafter(draft, attention, sampler, DraftVocabulary(0, device), device)
     if (head := decoder.mtp) is not None:  # one layer and the output head
         vocabulary = DraftVocabulary(head.num_runs, device)
         return MtpDrafter(head, attention, own, vocabulary, device)

@@ -27,6 +27,7 @@ from nanoengine.engine.step_tokens import StepTokens
 from nanoengine.engine.token_masks import masked, step_masks
 from nanoengine.kv.open_step import DraftStep
 from nanoengine.models.decoder import Model, last
+from nanoengine.models.draft_model import DraftModel
 from nanoengine.sequence import ScheduledBatch, ScheduledSequence
 from nanoengine.startup.parts import Parts
 
@@ -64,6 +65,7 @@ class ModelRunner:
     scorer: TokenScorer
     device: Device
     drafter: AnyDrafter
+    draft_model: DraftModel | None = None
 
     @property
     def mtp(self) -> MtpDrafter | None:
@@ -88,6 +90,8 @@ class ModelRunner:
                     between = step.draft_steps_between(layers)
                     of_resting = self.drafter.draft(batch.of_resting, between)
                 hidden = last(layers)
+            if self.draft_model is not None:
+                self.draft_model.store(ctx)
             # The MTP head stores KV of the sampled tokens: it needs the open step.
             computed = batch, ctx, hidden, (drafts, of_resting), step.num_padding
             sampled = self._sample(*computed) if self.mtp else None
@@ -183,4 +187,5 @@ def make_runner(parts: Parts, kv: StepOpener, device: Device) -> ModelRunner:
     sampler = Sampler(parts.ops, device.tensor)
     scorer = TokenScorer(decoder.logits, parts.ops.likeliest, device)
     drafter = make_drafter(parts, sampler, device)
-    return ModelRunner(decoder, parts.attention, kv, sampler, scorer, device, drafter)
+    draft = parts.model.draft
+    return ModelRunner(decoder, parts.attention, kv, sampler, scorer, device, drafter, draft)

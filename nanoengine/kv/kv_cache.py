@@ -124,12 +124,12 @@ class HybridKVCacheManager:
         return self.is_streamed(seq) and all(block.ref_count == 1 for block in streamed)
 
     def may_draft(self, seq: Sequence) -> bool:
-        """Whether drafts may pay for this sequence: it streams, or has much KV on the device, or an
-        assistant makes them.
+        """Whether drafts may pay for this sequence: it streams, or has much KV on the device, or
+        another model makes them.
         """
         table, least = self.tables[seq.seq_id], self.spec.drafts_from
         return (
-            self.spec.drafts_stand
+            self.spec.drafts_apart
             or self.is_streamed(seq)
             or (0 < least <= len(table.blocks) and not table.streamed)
         )

@@ -32,7 +32,8 @@ class KVSpec:
     those that run; keeps_states: each has a second one, of before the guesses of a step;
     num_snapshots: of states that the host holds for prefix hits and preempted sequences.
     drafts_from: blocks of a sequence that drafts although all its KV is on the device
-    (draft_plan.drafts_from); 0: none does. drafts_stand: as DraftReads.stands, of all.
+    (draft_plan.drafts_from); 0: none does. drafts_apart: another model drafts, for all sequences,
+    and reads all that is on the device; drafts_stand: as DraftReads.stands, of all.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -55,6 +56,7 @@ class KVSpec:
     num_snapshots: int = 0
     sources: tuple[int, ...] = ()
     drafts_from: int = 0
+    drafts_apart: bool = False
     drafts_stand: bool = False
 
     @property

@@ -164,8 +164,8 @@ class StepPlanner:
             there = (b.device_slot is not None and b not in placement.loads for b in before)
             heat = [b.heat if is_there else None for b, is_there in zip(before, there, strict=True)]
             # Half of the kept blocks are the most recent: enough for the widest window. The MTP
-            # head, which drafts after a guess, and an assistant have few layers: they read all.
-            reads_all = stands or item.guesses
+            # head, which drafts after a guess, and other models are small: they read all.
+            reads_all = self._spec.drafts_apart or item.guesses
             least = len(before) if reads_all else 2 * self._spec.widest_blocks
             kept = kept_blocks(heat, most_kept(heat, size, least))
             slots = tuple(device_slot(before[i]) for i in kept)

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import torch
 
-from nanoengine.config.engine import EngineConfig
 from nanoengine.config.model import GIVEN, AssistantConfig, ModelConfig
 from nanoengine.errors import ConfigError, CorruptModelError, UnsupportedModelError, shown
 from nanoengine.loading.checkpoint import COMPUTED_BUFFERS, CheckpointReader, check_names
-from nanoengine.loading.find_model import config_folder
 from nanoengine.loading.model_config import config_json, config_of
 from nanoengine.loading.wrappers import text_config
 from nanoengine.models.assistant import ORDERING, Assistant, assistant_shapes
@@ -73,14 +71,6 @@ def read_assistant(folder: Path, model: ModelConfig) -> AssistantConfig:
         )
     config = AssistantConfig(_reading(layers, model, folder), hidden_size)
     return config if not content.flag("use_ordered_embeddings") else _with_centroids(config, folder)
-
-
-def read_assistant_of(settings: EngineConfig, model: ModelConfig) -> AssistantConfig | None:
-    """The one that the settings name, of which no weights are read; None: they name none."""
-    if not settings.num_assisted:
-        return None
-    with config_folder(str(settings.draft_model)) as folder:
-        return read_assistant(folder, model)
 
 
 def _with_centroids(config: AssistantConfig, folder: Path) -> AssistantConfig:

@@ -40,6 +40,7 @@ from nanoengine.models.activations import XIELU_SHAPES
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.assistant import Assistant
 from nanoengine.models.decoder import Decoder, Model
+from nanoengine.models.draft_model import DraftModel
 from nanoengine.models.latent import held_share
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.make_codes import ENDS, becomes_codes, make_codes
@@ -57,7 +58,8 @@ class LoadedModel:
     """A decoder in memory. `source` describes its weights for the plan.
 
     config: of the model. part: of this process's part of it, see Shard. weight_bytes: that it
-    holds. codes: how many of its tensors are codes, by format. assistant: that guesses for it.
+    holds. codes: how many of its tensors are codes, by format. assistant, draft: what guesses for
+    it; draft has KV of its own.
     """
 
     config: ModelConfig
@@ -67,6 +69,7 @@ class LoadedModel:
     weight_bytes: int
     codes: Mapping[str, int] = field(default_factory=dict)
     assistant: Assistant | None = None
+    draft: DraftModel | None = None
 
 
 def load_model(

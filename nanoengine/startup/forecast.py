@@ -19,7 +19,8 @@ from nanoengine.config.model import AssistantConfig, ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.kernels.cpu_linear import NO_BFLOAT16
 from nanoengine.kernels.packed_weight import INTEGER_FORMATS
-from nanoengine.loading.stored_weights import StoredWeights, said_weights
+from nanoengine.loading.draft_model import read_draft_model
+from nanoengine.loading.stored_weights import StoredWeights, read_stored, said_weights
 from nanoengine.models.assistant import num_weights
 from nanoengine.models.experts import ON_A_GPU
 from nanoengine.models.make_codes import EMBEDDINGS
@@ -150,6 +151,24 @@ class _Fit:
         return {name: value for name, value in found.items() if value != given[name]}
 
 
+@dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """A draft model with KV of its own, and its files."""
+
+    model: ModelConfig
+    stored: StoredWeights
+
+
+def read_guesser(config: EngineConfig, model: ModelConfig) -> AssistantConfig | DraftWeights | None:
+    """What `draft_model` names, for `model`; None: it names nothing. Raises as read_draft_model."""
+    if not config.num_assisted:
+        return None
+    found = read_draft_model(config, model)
+    if isinstance(found, AssistantConfig):
+        return found
+    return DraftWeights(found, read_stored(str(config.draft_model), found))
+
+
 class Forecaster:
     """Plans one model on one machine with different settings."""
 
@@ -159,10 +178,10 @@ class Forecaster:
         model: ModelConfig,
         hardware: Hardware,
         stored: StoredWeights | None = None,
-        assistant: AssistantConfig | None = None,
+        guesser: AssistantConfig | DraftWeights | None = None,
     ) -> None:
         """config: the settings that the user gave, which are planned with. stored: the model's
-        files; None: they are as its config.json says. assistant: of `draft_model`.
+        files; None: they are as its config.json says. guesser: what `draft_model` names.
         Raises ConfigError for settings that the device does not take.
         """
         if not hardware.gpu_bytes:  # a CPU's KV needs no second tier
@@ -185,8 +204,8 @@ class Forecaster:
         self._shards[0].check(model)
         self._part = self._shards[0].config(model)
         self._form = form = self._weight_form()
-        self._assistant = assistant
-        beside = 0 if assistant is None else dtype.itemsize * num_weights(assistant)
+        self._guesser = guesser
+        beside = self._beside()
         self._whole, *self._weights = (
             replace(each, held=each.held + beside)
             for each in (weight_bytes(model, shard, form) for shard in (WHOLE, *self._shards))
@@ -197,6 +216,18 @@ class Forecaster:
         machine = _Planned(hardware, self._weight_bytes)
         of_gpus = machine.memory() if hardware.gpu_bytes else None
         self._memory: Memory = MemoryShare(machine, self._ranks, of_gpus)
+
+    def _beside(self) -> int:
+        """Bytes of the weights of what guesses for the model."""
+        match self._guesser:
+            case None:
+                return 0
+            case DraftWeights(model, stored):
+                keeps, packs = self._form.keeps_codes, self._form.packs
+                form = WeightForm(self._dtype, stored.forms, False, keeps, packs)
+                return weight_bytes(model, WHOLE, form).held
+            case AssistantConfig():
+                return self._dtype.itemsize * num_weights(self._guesser)
 
     def _weight_form(self) -> WeightForm:
         """Raises ConfigError for experts that a GPU does not take, and for codes that are none or
@@ -262,7 +293,7 @@ class Forecaster:
         return replace(made, refusal=self._refusal(wanted, longest.plan))
 
     def _with(self, config: EngineConfig) -> Forecaster:
-        return Forecaster(config, self._model, self._hardware, self._stored, self._assistant)
+        return Forecaster(config, self._model, self._hardware, self._stored, self._guesser)
 
     def _given_memory(self) -> list[str]:
         """The settings of KV's memory that were given."""
@@ -467,7 +498,8 @@ class Forecaster:
         config = replace(self._config, **settings)
         in_c = self._hardware.name == "cpu" and not self._hardware.no_kernels
         held = self._weights[0].held
-        facts = ModelFacts("", self._dtype, "", held, "", in_c=in_c)
+        draft = self._guesser.model if isinstance(self._guesser, DraftWeights) else None
+        facts = ModelFacts("", self._dtype, "", held, "", in_c=in_c, draft=draft)
         of_a_rank = memory_settings_of_a_rank(config)
         return _Fit(config, plan_memory(of_a_rank, self._part, self._memory, facts, None))
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from nanoengine.config.attention import AttentionConfig
 from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError, counted
@@ -55,6 +56,7 @@ class ModelFacts:
 
     quantization: how weights were quantised; invariance: what the bits of a request depend on;
     is_invariant: on nothing but the request. in_c: recurrent layers and sampling are calls of C.
+    draft: the model with KV of its own that guesses for this one; None: there is none.
     """
 
     source: str
@@ -66,6 +68,7 @@ class ModelFacts:
     invariance: str = ""
     is_invariant: bool = False
     in_c: bool = False
+    draft: ModelConfig | None = None
 
 
 def plan_memory(
@@ -82,10 +85,10 @@ def plan_memory(
     tokens, activations = config.max_num_batched_tokens, profiled_bytes
     if activations is None:
         activations = activation_bytes(model, config, facts.dtype.itemsize, facts.in_c)
-    spec = _kv_spec(config, model, device, facts.dtype, activations)
+    spec = _kv_spec(config, model, device, facts, activations)
     if config.num_drafts:
         spec = replace(spec, drafts_from=drafts_from(facts.weight_bytes, spec.draft_bytes))
-    room = _offload_room(config, model, device, facts.dtype, activations, spec)
+    room = _offload_room(config, model, device, facts, activations, spec)
     max_model_len, bound, longer = _max_model_len(config, model, spec, room)
     threads = f", {counted(torch.get_num_threads(), 'thread')}" if device.name == "cpu" else ""
     free, total = device.memory()
@@ -128,31 +131,51 @@ def streams(config: EngineConfig, device_name: str) -> bool:
     return bool(config.enable_cpu_offload) and not in_place
 
 
+def _kv_layers(
+    model: ModelConfig, draft: ModelConfig | None
+) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...], AttentionConfig]:
+    """KVSpec's heads and sources, and the windows, of the model's layers and of the draft model's,
+    which come behind.
+    """
+    heads: list[tuple[int, int]] = []
+    sources: list[int] = []
+    windows: list[int | None] = []
+    for each in filter(None, (model, draft)):
+        own, before = each.kv_layers, len(heads)
+        heads += [each.shape(layer).kv_heads for layer in own]
+        sources += [before + own.index(each.shape(layer).source) for layer in each.attention_layers]
+        windows += each.attention.windows or [None] * len(each.attention_layers)
+    seen = tuple(windows) if any(windows) else ()
+    return tuple(heads), tuple(sources), AttentionConfig(model.head_dim, windows=seen)
+
+
 def _kv_spec(
-    config: EngineConfig, model: ModelConfig, device: Memory, dtype: torch.dtype, activations: int
+    config: EngineConfig, model: ModelConfig, device: Memory, facts: ModelFacts, activations: int
 ) -> KVSpec:
+    dtype = facts.dtype
     if config.kv_offload_dtype == "bf12" and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(
             f'kv_offload_dtype="bf12" is a way to store bfloat16, but KV is in {name}; take '
             'dtype="bfloat16", or leave kv_offload_dtype out'
         )
-    own = model.kv_layers
+    heads, sources, attention = _kv_layers(model, facts.draft)
     spec = KVSpec(
-        heads=tuple(model.shape(layer).kv_heads for layer in own),
+        heads=heads,
         num_blocks=0,
         block_size=config.kvcache_block_size,
         dtype=dtype,
         parts=model.kv_parts,
-        window=model.attention.longest_window or 0,
+        window=attention.longest_window or 0,
         step_tokens=config.max_num_batched_tokens,
-        windows=model.attention.windows,
+        windows=attention.windows,
         host_codec=make_codec(config.kv_offload_dtype),
         recurrent=model.recurrent,
         num_states=config.max_num_seqs if model.recurrent else 0,
         keeps_states=model.recurrent is not None and config.num_guesses + config.num_mtp > 0,
-        sources=tuple(own.index(model.shape(layer).source) for layer in model.attention_layers),
-        drafts_stand=config.num_assisted > 0,
+        sources=sources,
+        drafts_apart=config.num_assisted > 0,
+        drafts_stand=config.num_assisted > 0 and facts.draft is None,
     )
     spec = _with_states(spec, device.memory()[0] - activations)
     if streams(config, device.name):
@@ -313,7 +336,7 @@ def _offload_room(
     config: EngineConfig,
     model: ModelConfig,
     device: Memory,
-    dtype: torch.dtype,
+    facts: ModelFacts,
     activations: int,
     spec: KVSpec,
 ) -> OffloadRoom | None:
@@ -323,7 +346,7 @@ def _offload_room(
     if not config.enable_cpu_offload:
         try:
             config = replace(config, enable_cpu_offload=True)
-            spec = _kv_spec(config, model, device, dtype, activations)
+            spec = _kv_spec(config, model, device, facts, activations)
         except OutOfMemoryError:
             return None
     on_device = activations + spec.fixed_bytes + spec.num_blocks * spec.block_bytes

@@ -17,6 +17,7 @@ import torch
 
 from nanoengine.attention.select import AttentionSetup, make_attention
 from nanoengine.config.engine import EngineConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.context import AttentionBackend
 from nanoengine.devices.device import Device
 from nanoengine.devices.gpu import find_graphs
@@ -32,9 +33,13 @@ from nanoengine.kernels.cuda_graph import CudaGraphs, graph_size
 from nanoengine.kernels.packed_weight import INTEGER_FORMATS
 from nanoengine.kv.step_planner import StepPadding
 from nanoengine.loading.assistant import load_assistant
+from nanoengine.loading.draft_model import check_pair, check_vocabularies, is_assistant
 from nanoengine.loading.find_model import find_model, is_dequantised, is_gguf
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, code_formats, load_model
+from nanoengine.loading.model_config import read_model_config
+from nanoengine.models.decoder import Decoder
+from nanoengine.models.draft_model import DraftModel
 from nanoengine.models.layer_ops import LayerOps, TorchOps
 from nanoengine.models.make_codes import FORMAT
 from nanoengine.models.shard import Sharding
@@ -156,17 +161,8 @@ def load_compute_parts(
     if config.kv_offload_dtype == "bf12":
         _check_bf12(device)
     method = config.quantization
-    formats = _code_formats(config, device, folder)
-    if method == "gguf" and config.load_format != "dummy" and not formats:
-        raise no_codes(method)
-    tape = sharding.tape if sharding else None
-    kernels, no_kernels = find_kernels(config, device, tape, dtype, formats)
+    model, ops, kernels, no_kernels = _load(config, device, folder, dtype, sharding)
     _warn_of_slowness(no_kernels)
-    ops = _code_ops(config, device, formats, kernels or no_kernels, dtype)
-    ops = ops or choose_ops(config, device, kernels, dtype)
-    model = load_model(folder, config, device.torch_device, dtype, ops, sharding)
-    if config.num_assisted:
-        model = _with_assistant(model, config, device, dtype, ops)
     if method in ("int8", "gguf") and not model.codes:
         raise no_codes(method)
     if config.activation_dtype and not INTEGER_FORMATS.intersection(model.codes):
@@ -181,6 +177,8 @@ def load_compute_parts(
         max(1, config.checked_rows),
     )
     attention, reasons = make_attention(config.attention_backend, setup)
+    if config.num_assisted:
+        model = _with_guesser(model, folder, config, device, ops, setup)
     is_lossy = config.kv_offload_dtype == "int8"
     invariant = ops.is_batch_invariant, attention.is_batch_invariant, is_lossy
     are_ranks = sharding is not None
@@ -200,17 +198,86 @@ def load_compute_parts(
         invariance=describe_invariance(*invariant, are_ranks),
         is_invariant=invariant == (True, True, False),
         in_c=kernels is not None,
+        draft=None if model.draft is None else model.draft.config,
     )
     return ComputeParts(folder, model, ops, attention, facts)
 
 
-def _with_assistant(
-    model: LoadedModel, config: EngineConfig, device: Device, dtype: torch.dtype, ops: LayerOps
+def _load(
+    config: EngineConfig,
+    device: Device,
+    folder: Path,
+    dtype: torch.dtype,
+    sharding: RecordedSharding | None,
+) -> tuple[LoadedModel, LayerOps, CpuKernels | None, str]:
+    """The model in `folder`, its operations, the C kernels, and why there are none."""
+    formats = _code_formats(config, device, folder)
+    if config.quantization == "gguf" and config.load_format != "dummy" and not formats:
+        raise no_codes(config.quantization)
+    tape = sharding.tape if sharding else None
+    kernels, no_kernels = find_kernels(config, device, tape, dtype, formats)
+    ops = _code_ops(config, device, formats, kernels or no_kernels, dtype)
+    ops = ops or choose_ops(config, device, kernels, dtype)
+    model = load_model(folder, config, device.torch_device, dtype, ops, sharding)
+    return model, ops, kernels, no_kernels
+
+
+def _with_guesser(
+    model: LoadedModel,
+    folder: Path,
+    config: EngineConfig,
+    device: Device,
+    ops: LayerOps,
+    setup: AttentionSetup,
 ) -> LoadedModel:
-    folder = find_model(str(config.draft_model), "auto")
-    ends, on = model.decoder.ends, device.torch_device
-    assistant, num_bytes = load_assistant(folder, model.config, ends, on, dtype, ops)
-    return replace(model, assistant=assistant, weight_bytes=model.weight_bytes + num_bytes)
+    """The model in `folder` with what `draft_model` names. setup: of the model's attention."""
+    own = _settings_of_draft(config)
+    found, on = find_folder(own, device), device.torch_device
+    if is_assistant(found):
+        ends = model.decoder.ends
+        assistant, num_bytes = load_assistant(found, model.config, ends, on, setup.dtype, ops)
+        return replace(model, assistant=assistant, weight_bytes=model.weight_bytes + num_bytes)
+    check_pair(read_model_config(found), model.config, own.model)
+    check_vocabularies(folder, found)
+    draft = _draft_model(model.config, own, device, found, setup)
+    return replace(model, draft=draft, weight_bytes=model.weight_bytes + draft.weight_bytes)
+
+
+def _settings_of_draft(config: EngineConfig) -> EngineConfig:
+    """Those that a draft model is loaded with: it has adapters and guesses of nobody, and its
+    weights stay what they are.
+    """
+    return replace(
+        config,
+        model=str(config.draft_model),
+        tokenizer=None,
+        load_format="dummy" if config.load_format == "dummy" else "auto",
+        max_model_len=None,
+        quantization=None,
+        activation_dtype=None,
+        lora=None,
+        draft_model=None,
+        speculative="off",
+        prefix_cache_file=None,
+    )
+
+
+def _draft_model(
+    model: ModelConfig, config: EngineConfig, device: Device, folder: Path, setup: AttentionSetup
+) -> DraftModel:
+    """The one in `folder`, for `model`. config: of _settings_of_draft."""
+    loaded, *_ = _load(config, device, folder, setup.dtype, None)
+    own = replace(setup, config=loaded.config.attention)
+    attention, _ = make_attention(config.attention_backend, own)
+    assert isinstance(loaded.decoder, Decoder)
+    return DraftModel(
+        loaded.decoder,
+        attention,
+        loaded.config,
+        len(model.attention_layers),
+        model.vocab_size,
+        loaded.weight_bytes,
+    )
 
 
 def describe_codes(codes: Mapping[str, int], dtype: torch.dtype, config: EngineConfig) -> str:

@@ -35,11 +35,10 @@ from nanoengine.engine.assistant_drafter import AssistantDrafter
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, ModelLoadError
-from nanoengine.loading.assistant import read_assistant_of
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.assistant import CENTROIDS, ORDERING
 from nanoengine.sequence import ScheduledBatch
-from nanoengine.startup.forecast import Forecaster, Hardware
+from nanoengine.startup.forecast import Forecaster, Hardware, read_guesser
 
 MOST = 3
 FILE = "model.safetensors"
@@ -255,7 +254,7 @@ def test_guesses_are_made_where_they_pay(helpers: Any) -> None:
     engine = small_engine(path, draft_model=assistant, speculative=None)
     watch_assistant(engine, lambda seq, position: text[min(position, len(text) - 1)])
     (output,) = Driver(engine).run(PROMPTS[:1], PARAMS[0])
-    assert engine.config.speculative == "mtp:4"
+    assert engine.config.speculative == "draft:4"
     assert f"up to 4 by {assistant}, where they pay" in engine.plan.guesses
     assert 2 < output.metrics.num_accepted == output.metrics.num_guessed
     engine.close()
@@ -278,8 +277,8 @@ def test_memory_is_planned_for_it(helpers: Any) -> None:
     config, model = make_config(path, settings), read_model_config(path)
     hardware = Hardware(0, 4 * GIB, 50.0, 10.0)
     for least, each in ((0, config), (4 * numbers, make_config(path, settings))):
-        helper = read_assistant_of(each, model) if least else None
-        made = Forecaster(each, model, hardware, assistant=helper).forecast(100)
+        helper = read_guesser(each, model) if least else None
+        made = Forecaster(each, model, hardware, guesser=helper).forecast(100)
         assert made.plan.weight_bytes == off.weight_bytes + least == made.weights[0]
 
 
