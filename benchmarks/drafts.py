@@ -2,10 +2,10 @@
 
 `python -m benchmarks.drafts MODEL --context 8192 --output FILE` streams each work of
 draft_acceptance.py with a share of its context on the device: without guesses, by lookup, by
-drafts, by both. With `--resident` all of it lies on the device. The modes take turns, each in an
-engine of its own, and the first turn, which also reads the prompt, is not timed. Each turn has a
-seed of its own, so what is sampled differs from turn to turn. A chat ends where the model ends it;
-all else has as many tokens as are asked for.
+drafts, by both; with `--draft-model` by that model. With `--resident` all of it lies on the device.
+The modes take turns, each in an engine of its own, and the first turn, which also reads the prompt,
+is not timed. Each turn has a seed of its own, so what is sampled differs from turn to turn. A chat
+ends where the model ends it; all else has as many tokens as are asked for.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ MODES = {
     "ngram": "ngram:{K}",
     "resident": "resident:{K}",
     "both": "ngram:{K}+resident:{K}",
+    "draft": "draft:{K}",
 }
 SEED = 1  # of the first turn
 
@@ -123,7 +124,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--works", nargs="+", help='only these, as in needle "prose, sampled"')
     others = [name for name in MODES if name != "off"]
-    parser.add_argument("--modes", nargs="+", choices=others, default=others, help="beside off")
+    parser.add_argument("--modes", nargs="+", choices=others, help="beside off")
+    parser.add_argument("--draft-model", help="for the mode draft")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     tokenizer = Tokenizer.from_folder(resolve_model(args.model))
@@ -144,10 +146,12 @@ def main() -> None:
         "versions": versions(),
         "works": {},
     }
+    wanted = args.modes or [name for name in others if name != "draft" or args.draft_model]
     with ExitStack() as opened:
         engines = {}
-        for name in ("off", *args.modes):
-            llm = LLM(args.model, speculative=MODES[name].format(K=args.drafts), **settings)
+        for name in ("off", *wanted):
+            own = settings | ({"draft_model": args.draft_model} if name == "draft" else {})
+            llm = LLM(args.model, speculative=MODES[name].format(K=args.drafts), **own)
             engines[name] = opened.enter_context(llm)
         report["plan"] = {name: str(llm.plan).splitlines() for name, llm in engines.items()}
         for work in works(tokenizer, args.context, args.tokens, 1):

@@ -169,6 +169,16 @@ def read_guesser(config: EngineConfig, model: ModelConfig) -> AssistantConfig | 
     return DraftWeights(found, read_stored(str(config.draft_model), found))
 
 
+def _bytes_beside(guesser: AssistantConfig | DraftWeights | None, form: WeightForm) -> int:
+    """Of the weights of what guesses for a model. form: of the model's own."""
+    if guesser is None:
+        return 0
+    if isinstance(guesser, AssistantConfig):
+        return form.dtype.itemsize * num_weights(guesser)
+    its = replace(form, forms=guesser.stored.forms, makes_codes=False)
+    return weight_bytes(guesser.model, WHOLE, its).held
+
+
 class Forecaster:
     """Plans one model on one machine with different settings."""
 
@@ -205,7 +215,7 @@ class Forecaster:
         self._part = self._shards[0].config(model)
         self._form = form = self._weight_form()
         self._guesser = guesser
-        beside = self._beside()
+        beside = _bytes_beside(guesser, form)
         self._whole, *self._weights = (
             replace(each, held=each.held + beside)
             for each in (weight_bytes(model, shard, form) for shard in (WHOLE, *self._shards))
@@ -216,18 +226,6 @@ class Forecaster:
         machine = _Planned(hardware, self._weight_bytes)
         of_gpus = machine.memory() if hardware.gpu_bytes else None
         self._memory: Memory = MemoryShare(machine, self._ranks, of_gpus)
-
-    def _beside(self) -> int:
-        """Bytes of the weights of what guesses for the model."""
-        match self._guesser:
-            case None:
-                return 0
-            case DraftWeights(model, stored):
-                keeps, packs = self._form.keeps_codes, self._form.packs
-                form = WeightForm(self._dtype, stored.forms, False, keeps, packs)
-                return weight_bytes(model, WHOLE, form).held
-            case AssistantConfig():
-                return self._dtype.itemsize * num_weights(self._guesser)
 
     def _weight_form(self) -> WeightForm:
         """Raises ConfigError for experts that a GPU does not take, and for codes that are none or

@@ -62,7 +62,7 @@ MAX_CLASS_LINES = 350
 # The tour: who reads these five files in this order has seen the engine.
 TOUR = ("engine/llm_engine", "engine/scheduler", "engine/model_runner", "kv/kv_cache", "kv/offload")
 MAX_TOUR_LINES, MAX_TOUR_FILE_LINES, MAX_ENGINE_CLASS_LINES = 1392, 350, 160
-MAX_CORE_LINES = 6589  # of engine/ and kv/ together
+MAX_CORE_LINES = 6597  # of engine/ and kv/ together
 CODE_RUNNING_FORMATS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "joblib"}
 
 Rule = Callable[[str, ast.Module], Iterator[str]]
