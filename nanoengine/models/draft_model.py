@@ -76,6 +76,5 @@ class DraftModel:
 
     def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
         """[rows, hidden] -> [rows, vocab] of the larger model's vocabulary. runs: None."""
-        logits = self.decoder.logits(x, runs)[:, : self.vocab_size]
-        missing = self.vocab_size - logits.shape[1]
-        return functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        logits = self.decoder.logits(x, runs)
+        return functional.pad(logits, (0, self.vocab_size - logits.shape[1]), value=-torch.inf)
