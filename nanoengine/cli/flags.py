@@ -86,9 +86,9 @@ SETTINGS = {
         "max_long_partial_prefills": "most long ones among them",
         "long_prefill_token_threshold": "tokens above which a prompt is long",
         "decode_reserve_blocks": "KV blocks kept free for running requests",
-        "speculative": "off, auto, ngram:K, resident:K, mtp:K, or ngram:K and another with a +: "
-        "K guesses a step",
-        "draft_model": "the assistant of a Gemma 4, which guesses for it",
+        "speculative": "off, auto, ngram:K, resident:K, mtp:K, draft:K, or ngram:K and another "
+        "with a +: K guesses a step",
+        "draft_model": "a smaller model of the same family, which guesses for it",
     },
     "sampling and debugging": {
         "seed": "of requests that give none",

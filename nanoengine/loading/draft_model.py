@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import tokenizers
-
 from nanoengine.config.engine import EngineConfig
 from nanoengine.config.model import AssistantConfig, ModelConfig
 from nanoengine.errors import ConfigError, shown
@@ -14,8 +12,6 @@ from nanoengine.loading.find_model import config_folder
 from nanoengine.loading.model_config import config_json, read_model_config
 from nanoengine.text.checked_json import has_file
 from nanoengine.text.tokenizer_files import read_backend
-
-SMALLER = "take a smaller model of the same family as draft_model, or leave it out"
 
 
 def is_assistant(folder: Path) -> bool:
@@ -53,21 +49,20 @@ def check_pair(draft: ModelConfig, model: ModelConfig, name: str) -> None:
 
 def check_vocabularies(folder: Path, draft: Path) -> None:
     """Raise ConfigError if a token is another text in the folder of the draft model. Tokens that
-    were added behind the vocabulary are not compared; a folder without tokenizer.json is believed.
+    one of the two lacks are not compared; a folder without tokenizer.json is believed.
     """
     paths = [each / "tokenizer.json" for each in (folder, draft)]
     if not all(map(has_file, paths)) or paths[0].read_bytes() == paths[1].read_bytes():
         return
-    ours, theirs = (_vocabulary(path) for path in paths)
-    if ours != theirs:
-        text = min((ours.items() ^ theirs.items()), key=lambda item: (item[1], item[0]))[0]
-        known = [shown(each.get(text, "none")) for each in (ours, theirs)]
-        raise ConfigError(
-            f"{draft} has another vocabulary than {folder}: {shown(text)} is token {known[1]} "
-            f"there and {known[0]} here; {SMALLER}"
-        )
+    ours, theirs = (_texts(path) for path in paths)
+    for token in sorted(ours.keys() & theirs.keys()):
+        if ours[token] != theirs[token]:
+            raise ConfigError(
+                f"{draft} has another vocabulary than {folder}: token {token} is "
+                f"{shown(theirs[token])} there and {shown(ours[token])} here; take a smaller model "
+                "of the same family as draft_model, or leave it out"
+            )
 
 
-def _vocabulary(path: Path) -> dict[str, int]:
-    backend: tokenizers.Tokenizer = read_backend(path)
-    return backend.get_vocab(with_added_tokens=False)
+def _texts(path: Path) -> dict[int, str]:
+    return {token: text for text, token in read_backend(path).get_vocab().items()}

@@ -89,7 +89,7 @@ changed: speculative, as in speculative="ngram:4"
     num_speculative_tokens ngram_prompt_lookup_max  FastDeploy: speculative_config
   LMDeploy: num_speculative_tokens
   SGLang: speculative_algorithm speculative_num_steps speculative_num_draft_tokens
-changed: draft_model, the assistant of a Gemma 4; other draft models are not supported
+changed: draft_model, a smaller model of the same family
   vLLM: spec_model speculative_model  SGLang: speculative_draft_model_path
 changed: quantization="int8"
   transformers: load_in_8bit
@@ -401,7 +401,7 @@ changed unless (False,): prompt_logprobs, of the whole prompt
   vLLM: prompt_logprob_token_ids prompt_logprob_start  LMDeploy: return_ppl  OpenAI: echo
 changed: speculative of the engine, as in LLM(model, speculative="ngram:4")
   transformers: prompt_lookup_num_tokens num_assistant_tokens
-changed: draft_model of the engine, the assistant of a Gemma 4
+changed: draft_model of the engine, a smaller model of the same family
   transformers: assistant_model
 changed: a prompt's own cache_salt, as in {"prompt": text, "cache_salt": "a"}
   vLLM: skip_reading_prefix_cache  llama.cpp: cache_prompt

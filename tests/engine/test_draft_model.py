@@ -230,9 +230,14 @@ def test_another_vocabulary_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     content = json.loads((folder / "tokenizer.json").read_text())
     vocab = content["model"]["vocab"]
     first, second = sorted(vocab, key=vocab.__getitem__)[40:42]
+    vocab["another token"] = len(vocab)  # padding of the other model
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    helped(tiny("llama"), folder).close()
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"another vocabulary.*there and.*of the same family"):
+    with pytest.raises(
+        ConfigError, match=r"token \d+ is '.*' there and '.*' here.*of the same family"
+    ):
         helped(tiny("llama"), folder)
 
 
