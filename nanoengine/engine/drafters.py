@@ -20,10 +20,10 @@ def make_drafter(parts: Parts, sampler: Sampler, device: Device) -> AnyDrafter:
     if (assistant := parts.model.assistant) is not None:
         vocabulary = DraftVocabulary(assistant.num_runs, device)
         return AssistantDrafter(assistant, attention, own, vocabulary, device)
-    if (draft := parts.model.draft) is not None:
-        return Drafter(draft, attention, sampler, DraftVocabulary(0, device), device)
-    if (head := decoder.mtp) is not None:  # one layer and the output head
+    draft = parts.model.draft
+    if draft is None and (head := decoder.mtp) is not None:  # one layer and the output head
         vocabulary = DraftVocabulary(head.num_runs, device)
         return MtpDrafter(head, attention, own, vocabulary, device)
-    num_runs = decoder.num_runs if has_large_head(parts.model.config) else 0
-    return Drafter(decoder, attention, sampler, DraftVocabulary(num_runs, device), device)
+    model, config = (decoder, parts.model.config) if draft is None else (draft, draft.config)
+    num_runs = model.num_runs if has_large_head(config) else 0
+    return Drafter(model, attention, sampler, DraftVocabulary(num_runs, device), device)

@@ -74,7 +74,14 @@ class DraftModel:
         """Store the keys and values of a step's tokens, which its layers make."""
         self.forward(replace(ctx, last_rows=(), block_mass=None))
 
+    @property
+    def num_runs(self) -> int:
+        """As products.num_runs; 0 also where the larger model has tokens that this one lacks."""
+        return 0 if self.config.vocab_size < self.vocab_size else self.decoder.num_runs
+
     def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
-        """[rows, hidden] -> [rows, vocab] of the larger model's vocabulary. runs: None."""
+        """[rows, hidden] -> [rows, vocab] of the larger model's vocabulary. runs: as in
+        decoder.Model.logits.
+        """
         logits = self.decoder.logits(x, runs)
         return functional.pad(logits, (0, self.vocab_size - logits.shape[1]), value=-torch.inf)

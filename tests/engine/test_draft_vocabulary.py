@@ -113,19 +113,24 @@ def drafted(made: LLMEngine) -> list[Tensor]:
     return seen
 
 
-def engine(folder: Path, speculative: str | None) -> LLMEngine:
-    return small_engine(folder, False, num_gpu_blocks=130, speculative=speculative, debug_kv=True)
+def engine(folder: Path, speculative: str | None, **settings: Any) -> LLMEngine:
+    settings |= {"num_gpu_blocks": 130, "speculative": speculative, "debug_kv": True}
+    return small_engine(folder, False, **settings)
 
 
 @needs_compiler
 @pytest.mark.usefixtures("small_vocabulary")
-def test_drafts_are_of_the_runs_and_outputs_of_all_tokens(tiny: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("by", ["resident:3", "draft:3"])
+def test_drafts_are_of_the_runs_and_outputs_of_all_tokens(
+    tiny: Callable[[str], Path], by: str
+) -> None:
+    settings = {"draft_model": str(tiny("llama-tied"))} if by == "draft:3" else {}
     params = [PARAMS, replace(PARAMS, temperature=0.9, seed=5)]
     for one in params:
         plain = engine(tiny("llama"), None)
         expected = scored(Driver(plain).run([PROMPT], one))
         plain.close()
-        made = engine(tiny("llama"), "resident:3")
+        made = engine(tiny("llama"), by, **settings)
         seen = drafted(made)
         (output,) = Driver(made).run([PROMPT], one)
         (ids, logprobs), (right, as_before) = scored([output])[0], expected[0]

@@ -284,7 +284,7 @@ def test_where_fewer_are_granted_the_last_ones_go(
 def test_what_is_no_speculation_is_refused(tiny: Callable[[str], Path]) -> None:
     others = "mtp", "mtp:0", "mtp:1+ngram:2", "resident:2+mtp:2", "ngram:2+resident:2+mtp:2"
     for wrong in ("ngram", "ngram:0", "ngram:65", "eagle:4", "", 4, *others):
-        with pytest.raises(ConfigError, match=r'"ngram:K\+mtp:K" with K from 1 to 64'):
+        with pytest.raises(ConfigError, match=r'"ngram:K\+draft:K" with K from 1 to 64'):
             small_engine(tiny("llama"), speculative=wrong)
 
 

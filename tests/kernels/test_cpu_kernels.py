@@ -223,7 +223,7 @@ def test_a_shared_prefix_moves_no_bit(kernels, dtype):
 def test_sequences_that_end_in_one_block_share_no_keys_of_the_other(kernels, dtype):
     """Each sees as far as its own last key, which lies in a block of both."""
     batch = make_batch([1, 1, 2], [290, 300, 300], dtype=dtype, block_size=256)
-    batch.tables[1][:], batch.tables[2][:] = batch.tables[0], batch.tables[0]
+    batch.tables[0][:], batch.tables[2][:] = batch.tables[1], batch.tables[1]  # all are numbers
     alone = [chunk_of(batch, {s: (0, len(t))}) for s, t in enumerate(batch.tables)]
     assert same_bits(fold(kernels, batch, whole(batch)), fold(kernels, batch, alone))
 
