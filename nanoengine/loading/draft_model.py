@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from nanoengine.config.engine import EngineConfig
@@ -30,6 +31,25 @@ def read_draft_model(settings: EngineConfig, model: ModelConfig) -> AssistantCon
         draft = read_model_config(folder)
     check_pair(draft, model, str(settings.draft_model))
     return draft
+
+
+def settings_of_draft(config: EngineConfig) -> EngineConfig:
+    """Those that a draft model is loaded with: it has adapters and guesses of nobody, and its
+    weights stay what they are.
+    """
+    return replace(
+        config,
+        model=str(config.draft_model),
+        tokenizer=None,
+        load_format="dummy" if config.load_format == "dummy" else "auto",
+        max_model_len=None,
+        quantization=None,
+        activation_dtype=None,
+        lora=None,
+        draft_model=None,
+        speculative="off",
+        prefix_cache_file=None,
+    )
 
 
 def check_pair(draft: ModelConfig, model: ModelConfig, name: str) -> None:

@@ -42,8 +42,7 @@ class KVBehind:
         return self.kv.read(self.first + layer)
 
     def state(self, layer: int) -> RecurrentState:
-        """A draft model has no recurrent layers."""
-        raise NotImplementedError(f"recurrent layer {layer} of a draft model")
+        return self.kv.state(layer)
 
     def replay_key(self) -> ReplayKey | None:
         """None: its steps are not replayed."""

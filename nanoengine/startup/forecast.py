@@ -19,7 +19,7 @@ from nanoengine.config.model import AssistantConfig, ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.kernels.cpu_linear import NO_BFLOAT16
 from nanoengine.kernels.packed_weight import INTEGER_FORMATS
-from nanoengine.loading.draft_model import read_draft_model
+from nanoengine.loading.draft_model import read_draft_model, settings_of_draft
 from nanoengine.loading.stored_weights import StoredWeights, read_stored, said_weights
 from nanoengine.models.assistant import num_weights
 from nanoengine.models.experts import ON_A_GPU
@@ -169,16 +169,6 @@ def read_guesser(config: EngineConfig, model: ModelConfig) -> AssistantConfig | 
     return DraftWeights(found, read_stored(str(config.draft_model), found))
 
 
-def _bytes_beside(guesser: AssistantConfig | DraftWeights | None, form: WeightForm) -> int:
-    """Of the weights of what guesses for a model. form: of the model's own."""
-    if guesser is None:
-        return 0
-    if isinstance(guesser, AssistantConfig):
-        return form.dtype.itemsize * num_weights(guesser)
-    its = replace(form, forms=guesser.stored.forms, makes_codes=False)
-    return weight_bytes(guesser.model, WHOLE, its).held
-
-
 class Forecaster:
     """Plans one model on one machine with different settings."""
 
@@ -215,7 +205,7 @@ class Forecaster:
         self._part = self._shards[0].config(model)
         self._form = form = self._weight_form()
         self._guesser = guesser
-        beside = _bytes_beside(guesser, form)
+        beside = self._beside()
         self._whole, *self._weights = (
             replace(each, held=each.held + beside)
             for each in (weight_bytes(model, shard, form) for shard in (WHOLE, *self._shards))
@@ -226,6 +216,15 @@ class Forecaster:
         machine = _Planned(hardware, self._weight_bytes)
         of_gpus = machine.memory() if hardware.gpu_bytes else None
         self._memory: Memory = MemoryShare(machine, self._ranks, of_gpus)
+
+    def _beside(self) -> int:
+        """Bytes of the weights of what guesses for the model."""
+        if isinstance(self._guesser, AssistantConfig):
+            return self._dtype.itemsize * num_weights(self._guesser)
+        if self._guesser is None:
+            return 0
+        model, own = self._guesser.model, settings_of_draft(self._config)
+        return Forecaster(own, model, self._hardware, self._guesser.stored)._whole.held
 
     def _weight_form(self) -> WeightForm:
         """Raises ConfigError for experts that a GPU does not take, and for codes that are none or

@@ -33,7 +33,12 @@ from nanoengine.kernels.cuda_graph import CudaGraphs, graph_size
 from nanoengine.kernels.packed_weight import INTEGER_FORMATS
 from nanoengine.kv.step_planner import StepPadding
 from nanoengine.loading.assistant import load_assistant
-from nanoengine.loading.draft_model import check_pair, check_vocabularies, is_assistant
+from nanoengine.loading.draft_model import (
+    check_pair,
+    check_vocabularies,
+    is_assistant,
+    settings_of_draft,
+)
 from nanoengine.loading.find_model import find_model, is_dequantised, is_gguf
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, code_formats, load_model
@@ -231,7 +236,7 @@ def _with_guesser(
     setup: AttentionSetup,
 ) -> LoadedModel:
     """The model in `folder` with what `draft_model` names. setup: of the model's attention."""
-    own = _settings_of_draft(config)
+    own = settings_of_draft(config)
     found, on = find_folder(own, device), device.torch_device
     if is_assistant(found):
         ends = model.decoder.ends
@@ -243,29 +248,10 @@ def _with_guesser(
     return replace(model, draft=draft, weight_bytes=model.weight_bytes + draft.weight_bytes)
 
 
-def _settings_of_draft(config: EngineConfig) -> EngineConfig:
-    """Those that a draft model is loaded with: it has adapters and guesses of nobody, and its
-    weights stay what they are.
-    """
-    return replace(
-        config,
-        model=str(config.draft_model),
-        tokenizer=None,
-        load_format="dummy" if config.load_format == "dummy" else "auto",
-        max_model_len=None,
-        quantization=None,
-        activation_dtype=None,
-        lora=None,
-        draft_model=None,
-        speculative="off",
-        prefix_cache_file=None,
-    )
-
-
 def _draft_model(
     model: ModelConfig, config: EngineConfig, device: Device, folder: Path, setup: AttentionSetup
 ) -> DraftModel:
-    """The one in `folder`, for `model`. config: of _settings_of_draft."""
+    """The one in `folder`, for `model`. config: of settings_of_draft."""
     loaded, *_ = _load(config, device, folder, setup.dtype, None)
     own = replace(setup, config=loaded.config.attention)
     attention, _ = make_attention(config.attention_backend, own)
